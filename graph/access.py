@@ -8,9 +8,9 @@ would not be the one the runtime sees; so the table stands here, once.
 The rule is one of exclusion: whatever is not listed is an access. Forgetting a getter costs a needless fault,
 never a wrong number. That is also why what takes a second tensor's values (`new_tensor`) is not listed.
 
-Calls arrive in three shapes: getters and setters as bound slots (`torch.Tensor.shape.__get__`; two such objects
-are equal and hash alike), methods as the descriptor or function of the class (`torch.Tensor.size`), functions
-as themselves (`torch.is_complex`).
+Calls arrive in three shapes: getters and setters as bound slots (`torch.Tensor.shape.__get__`; two such
+objects are equal and hash alike), methods as the descriptor or function of the class (`torch.Tensor.size`),
+functions as themselves (`torch.is_complex`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _METHODS = (
     "new_empty new_empty_strided new_zeros new_ones"
 )
 _FUNCTIONS = (
-    "is_tensor is_floating_point is_complex is_signed is_conj is_neg is_inference is_distributed is_same_size "
-    "numel get_device result_type can_cast _is_zerotensor _has_compatible_shallow_copy_type"
+    "is_tensor is_floating_point is_complex is_signed is_conj is_neg is_inference is_distributed "
+    "is_same_size numel get_device result_type can_cast _is_zerotensor _has_compatible_shallow_copy_type"
 )
 _LAYOUT_METHODS = "stride storage_offset is_contiguous dim_order"
 _LAYOUT_FUNCTIONS = "_debug_has_internal_overlap"
@@ -62,7 +62,7 @@ def _members(owner: object, names: str) -> Iterable[Callable[..., Any]]:
 LAYOUT: frozenset[Callable[..., Any]] = frozenset(
     [*_members(torch.Tensor, _LAYOUT_METHODS), *_members(torch, _LAYOUT_FUNCTIONS)]
 )
-"""Metadata whose answer depends on strides or storage offset: an expanded phantom's are not the parameter's."""
+"""Metadata whose answer depends on strides or offset: an expanded phantom's are not the parameter's."""
 
 METADATA: frozenset[Callable[..., Any]] = LAYOUT.union(
     _slots(_GETTERS, "__get__"),
@@ -75,19 +75,19 @@ METADATA: frozenset[Callable[..., Any]] = LAYOUT.union(
 GRADIENT: frozenset[Callable[..., Any]] = frozenset(
     [*_slots("grad _grad", "__get__"), *_slots("grad _grad", "__set__"), *_slots("grad _grad", "__delete__")]
 )
-"""Reading, assigning and deleting `.grad`: no access to the parameter, yet not METADATA: a tensor comes or goes."""
+"""Reading, assigning, deleting `.grad`: no access to the parameter, yet not METADATA: a tensor comes or goes."""
 
 
 def is_access(func: Callable[..., Any]) -> bool:
-    """Whether a call of `func`, as `__torch_function__` receives it, touches elements of the parameters it names."""
+    """Whether a call of `func`, as `__torch_function__` gets it, touches elements of the parameters it names."""
     return func not in METADATA and func not in GRADIENT
 
 
 def collect_tensors(cls: type[T], args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> list[T]:
-    """The instances of `cls` (or of a subclass) in `args`, `kwargs` and lists, tuples and dicts within, at any depth.
+    """The instances of `cls` (or a subclass) in `args`, `kwargs` and lists, tuples and dicts within, at any depth.
 
-    Each once, in the order of first appearance. Runs on the door's path, once per torch operation: no isinstance
-    on tensors, since the metaclass of nn.Parameter answers that in Python.
+    Each once, in the order of first appearance. Runs on the door's path, once per torch operation: so no
+    isinstance on tensors, since the metaclass of nn.Parameter answers that in Python.
     """
     found: dict[int, T] = {}
     _collect(cls, args, found)
