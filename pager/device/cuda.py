@@ -1,0 +1,291 @@
+"""CUDA behind the runtime's view of a device. The only file that touches ``torch.cuda``.
+
+Streams and events are torch's; a copy is ``copy_(non_blocking=True)`` under a stream, which does not block
+the host as long as the host side is page-locked. No `record_stream`: slabs are ours for as long as the arena
+lives, and who may reuse a frame when is decided by events. Streams are made with the default priority.
+Page-locking goes through ``cudaHostRegister`` on memory that is already there, since ``pin_memory=True``
+rounds up to a power of two and takes four times as long (DESIGN, section 5).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pager.device.base import SLAB_ALIGNMENT, Device, Event, Stream, call_on_release
+from pager.device.happens_before import HappensBefore
+from pager.errors import PagerClosed, TierError
+from pager.units import format_bytes
+
+__all__ = ["CudaDevice", "CudaEvent", "CudaStream", "current_index", "num_devices"]
+
+logger = logging.getLogger("pager.device")
+
+
+def num_devices() -> int:
+    """GPUs that torch can use here; 0 without a driver or in a build without CUDA."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def current_index() -> int:
+    """The number of torch's current CUDA device."""
+    return torch.cuda.current_device()
+
+
+class CudaEvent(Event):
+    """A torch event without timing, taken from the device's pool and given back when this object dies.
+
+    Giving it back is safe while other streams still have to wait for it: a wait takes the event's state at
+    the call, and recording the event anew does not change what was already waited for.
+    """
+
+    __slots__ = ("_event", "_pool")
+
+    def __init__(self, stream: Stream, number: int, event: torch.cuda.Event, pool: deque[Any]) -> None:
+        super().__init__(stream, number)
+        self._event = event
+        self._pool = pool
+
+    def _query(self) -> bool:
+        return bool(self._event.query())
+
+    def _synchronize(self) -> None:
+        self._event.synchronize()
+
+    @property
+    def native(self) -> torch.cuda.Event:
+        """The torch event."""
+        return self._event
+
+    def __del__(self) -> None:
+        self._pool.append(self._event)
+
+
+class CudaStream(Stream):
+    """One torch stream."""
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice, name: str, index: int, native: torch.cuda.Stream) -> None:
+        super().__init__(device, name, index)
+        self.native = native
+        self._lock = threading.Lock()
+        self._num_events = 0
+
+    def _record(self) -> CudaEvent:
+        pool = self.device.event_pool
+        try:
+            event = pool.popleft()
+        except IndexError:
+            event = torch.cuda.Event()
+        # One act among threads, so that a higher number never stands before a lower one in the stream.
+        with self._lock:
+            event.record(self.native)
+            self._num_events += 1
+            return CudaEvent(self, self._num_events, event, pool)
+
+    def _wait(self, event: Event, timed: bool) -> None:
+        assert isinstance(event, CudaEvent)
+        if event.stream is self:
+            return
+        if not timed or event.native.query():
+            self.native.wait_event(event.native)
+            return
+        begin, end = self.device.timing_events()
+        begin.record(self.native)
+        self.native.wait_event(event.native)
+        end.record(self.native)
+        self.device.pending_stalls.append((begin, end))
+
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.device.check_open(self)
+        with torch.cuda.stream(self.native):
+            dst.copy_(src, non_blocking=True)
+
+    def _fill(self, dst: torch.Tensor, value: int) -> None:
+        self.device.check_open(self)
+        with torch.cuda.stream(self.native):
+            dst.fill_(value)
+
+
+class _Frames:
+    """Device memory as ``torch.as_tensor`` takes it; torch holds this object until the storage dies."""
+
+    def __init__(self, slab: torch.Tensor, address: int, num_bytes: int) -> None:
+        self.slab = slab
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+            "stream": None,  # no synchronization on our behalf: events order the accesses
+        }
+
+
+class CudaDevice(Device):
+    """The GPU ``cuda:<index>``. ``check_races`` gives it a happens-before checker (for debugging: it costs time)."""
+
+    is_simulated = False
+
+    def __init__(self, index: int, *, check_races: bool = False) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self.checker = HappensBefore() if check_races else None
+        self.event_pool: deque[torch.cuda.Event] = deque()
+        self.pending_stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._timing_pool: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._lock = threading.Lock()
+        self._drain_lock = threading.Lock()
+        self._streams: dict[int, CudaStream] = {}
+        self._registered: set[int] = set()
+        self._warned_pageable = False
+        self._is_closed = False
+        # torch takes streams of the pool in turn and may give out one it gave before; ours are told apart by
+        # index.
+        self._num_streams = 0
+        self.current_stream()
+        self.h2d = self._new_stream("h2d", torch.cuda.Stream(self.torch_device))
+        self.d2h = self._new_stream("d2h", torch.cuda.Stream(self.torch_device))
+
+    def _new_stream(self, name: str, native: torch.cuda.Stream) -> CudaStream:
+        stream = CudaStream(self, name, self._num_streams, native)
+        self._num_streams += 1
+        self._streams[native.cuda_stream] = stream
+        return stream
+
+    def check_open(self, stream: Stream) -> None:
+        """Raises PagerClosed after ``close``."""
+        if self._is_closed:
+            raise PagerClosed(f"stream {stream.name} belongs to a device that was closed")
+
+    def current_stream(self) -> CudaStream:
+        native = torch.cuda.current_stream(self.torch_device)
+        stream = self._streams.get(native.cuda_stream)
+        if stream is None:
+            with self._lock:
+                stream = self._streams.get(native.cuda_stream)
+                if stream is None:
+                    stream = self._new_stream(f"compute {len(self._streams)}", native)
+        return stream
+
+    def timing_events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """A pair of events with timing, from the pool where it has one."""
+        try:
+            return self._timing_pool.popleft()
+        except IndexError:
+            return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def allocate_slab(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes <= 0:
+            raise ValueError(f"a slab of {num_bytes} bytes")
+        slab = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        if slab.data_ptr() % SLAB_ALIGNMENT:
+            raise TierError(f"torch's allocator gave memory that is not {SLAB_ALIGNMENT}-byte aligned")
+        return slab
+
+    def wrap(
+        self, slab: torch.Tensor, offset: int, num_bytes: int, on_release: Callable[[], None]
+    ) -> torch.Tensor:
+        if offset < 0 or num_bytes <= 0 or offset + num_bytes > slab.numel():
+            raise ValueError(f"bytes {offset}..{offset + num_bytes} of a slab of {slab.numel()} bytes")
+        owner = _Frames(slab, slab.data_ptr() + offset, num_bytes)
+        call_on_release(owner, on_release)
+        return torch.as_tensor(owner, device=self.torch_device)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[1])
+
+    def process_bytes(self) -> int:
+        """As NVML counts this process; where NVML cannot tell (containers with their own process ids, a driver
+        without the figure), all that is in use on the GPU, which is no less unless other processes share it.
+        """
+        used = _nvml_process_bytes(str(torch.cuda.get_device_properties(self.torch_device).uuid))
+        if used is not None:
+            return used
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return int(total - free)
+
+    def register_host(self, address: int, num_bytes: int) -> bool:
+        begin = time.monotonic()
+        status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+        if int(status) == 0:
+            self._registered.add(address)
+            return True
+        # The failed call leaves its status behind, and torch's next launch would report it as its own error.
+        torch.cuda.cudart().cudaGetLastError() if hasattr(torch.cuda.cudart(), "cudaGetLastError") else None
+        if not self._warned_pageable:
+            self._warned_pageable = True
+            logger.warning(
+                "cudaHostRegister refused to page-lock %s of host memory (status %d, after %.1f s). It stays "
+                "pageable: copies run at about 8 instead of 55 GB/s and block the host while they do. "
+                "Raise the locked-memory limit (ulimit -l, or the container's memory limit).",
+                format_bytes(num_bytes),
+                int(status),
+                time.monotonic() - begin,
+            )
+        return False
+
+    def unregister_host(self, address: int) -> None:
+        if address in self._registered:
+            self._registered.discard(address)
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def release_cached_memory(self) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
+    def allocator_peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self.torch_device))
+
+    def reset_allocator_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def num_out_of_memory(self) -> int:
+        return int(torch.cuda.memory_stats(self.torch_device).get("num_ooms", 0))
+
+    def drain_stall_seconds(self) -> float:
+        seconds = 0.0
+        with self._drain_lock:
+            while self.pending_stalls and self.pending_stalls[0][1].query():
+                pair = self.pending_stalls.popleft()
+                seconds += pair[0].elapsed_time(pair[1]) / 1000
+                self._timing_pool.append(pair)
+        return seconds
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for stream in (self.h2d, self.d2h):
+            assert isinstance(stream, CudaStream)
+            stream.native.synchronize()
+
+
+def _nvml_process_bytes(uuid: str) -> int | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            # By uuid: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's.
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                    return int(process.usedGpuMemory)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+    return None
