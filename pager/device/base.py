@@ -122,8 +122,9 @@ class Stream(ABC):
                 self.device.checker.wait(self, event)
             self._wait(event, timed)
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, *, reads: Region | None, writes: Region | None) ->
-    None:
+    def copy(
+        self, dst: torch.Tensor, src: torch.Tensor, *, reads: Region | None, writes: Region | None
+    ) -> None:
         """Copy ``src`` into ``dst`` on this stream: contiguous 1-D uint8 tensors of one size; does not block.
 
         ``reads`` and ``writes`` are the frames behind ``src`` and ``dst``, None for a tensor that is not made
@@ -273,7 +274,7 @@ def _check_bytes(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} must be a contiguous 1-D uint8 tensor, not {found}")
 
 
-class _Watch(weakref.ref):  # type: ignore[type-arg]
+class _Watch(weakref.ref):
     """A weak reference that stays alive until its referent dies, and then calls ``on_release`` once."""
 
     __slots__ = ("on_release",)
@@ -326,8 +327,8 @@ def make_device(
         return simulated.SimulatedDevice(streams, check_races=check_races is not False, skip_wait=skip_wait)
     if num_gpus == 0:
         raise ConfigError(
-            f'device is {spec!r}, but torch {torch.__version__} sees no CUDA device; device="cpu" simulates
-            one'
+            f"device is {spec!r}, but torch {torch.__version__} sees no CUDA device; "
+            'device="cpu" simulates one'
         )
     index = int(match.group(1)) if match.group(1) else cuda.current_index()
     if index >= num_gpus:

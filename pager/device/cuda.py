@@ -131,7 +131,7 @@ class _Frames:
 
 
 class CudaDevice(Device):
-    """The GPU ``cuda:<index>``. ``check_races`` gives it a happens-before checker (for debugging: it costs time)."""
+    """The GPU ``cuda:<index>``. ``check_races`` gives it a happens-before checker, which costs time."""
 
     is_simulated = False
 
@@ -206,8 +206,10 @@ class CudaDevice(Device):
         return int(torch.cuda.mem_get_info(self.torch_device)[1])
 
     def process_bytes(self) -> int:
-        """As NVML counts this process; where NVML cannot tell (containers with their own process ids, a driver
-        without the figure), all that is in use on the GPU, which is no less unless other processes share it.
+        """As NVML counts this process, context included.
+
+        Where NVML cannot tell (containers with their own process ids, a driver without the figure): all that
+        is in use on the GPU, which is no less unless other processes share it.
         """
         used = _nvml_process_bytes(str(torch.cuda.get_device_properties(self.torch_device).uuid))
         if used is not None:
@@ -222,7 +224,6 @@ class CudaDevice(Device):
             self._registered.add(address)
             return True
         # The failed call leaves its status behind, and torch's next launch would report it as its own error.
-        torch.cuda.cudart().cudaGetLastError() if hasattr(torch.cuda.cudart(), "cudaGetLastError") else None
         if not self._warned_pageable:
             self._warned_pageable = True
             logger.warning(

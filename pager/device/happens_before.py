@@ -82,8 +82,9 @@ class HappensBefore:
         with self.lock:
             self._merge(_HOST, _clock_of(event))
 
-    def access(self, stream: Stream | None, what: str, *, reads: Region | None, writes: Region | None) ->
-    None:
+    def access(
+        self, stream: Stream | None, what: str, *, reads: Region | None, writes: Region | None
+    ) -> None:
         """``stream`` (None: the host) reads and writes these frames by an operation called ``what``.
 
         Raises RaceError, and notes nothing, where an earlier access is not ordered before it.
@@ -94,11 +95,13 @@ class HappensBefore:
                 if region is not None:
                     self._check(actor, what, region, is_write=region is writes)
             if reads is not None:
-                self._memories[reads.memory].note_read(reads.begin, reads.end, actor, self._epoch(actor),
-                what)
+                self._memories[reads.memory].note_read(
+                    reads.begin, reads.end, actor, self._epoch(actor), what
+                )
             if writes is not None:
-                self._memories[writes.memory].note_write(writes.begin, writes.end, actor, self._epoch(actor),
-                what)
+                self._memories[writes.memory].note_write(
+                    writes.begin, writes.end, actor, self._epoch(actor), what
+                )
             self.num_checked += 1
 
     def _epoch(self, actor: int) -> int:
@@ -134,8 +137,8 @@ class HappensBefore:
         raise RaceError(
             f"{memory} frames {_spans(bad + begin)}: {what} on {self._names[actor]} "
             f"{'writes' if is_write else 'reads'} them, and nothing orders it after the {other_what} on "
-            f"{self._names[other]} that {'wrote' if other_is_write else 'read'} them. A wait for an event is
-            missing."
+            f"{self._names[other]} that {'wrote' if other_is_write else 'read'} them. "
+            "A wait for an event is missing."
         )
 
 
@@ -161,8 +164,7 @@ class _Frames:
         self._writer = np.zeros(0, dtype=np.int32)
         self._write_epoch = np.zeros(0, dtype=np.int64)
         self._write_code = np.zeros(0, dtype=np.int16)
-        self._reads: dict[int, tuple[Clock, npt.NDArray[np.int16]]] = {}  # actor -> epoch and code of its
-        last read
+        self._reads: dict[int, tuple[Clock, npt.NDArray[np.int16]]] = {}  # of each actor
 
     def resize(self, num_frames: int) -> None:
         self.num_frames = num_frames
@@ -205,7 +207,7 @@ class _Frames:
         return self._codes.setdefault(what, len(self._codes))
 
 
-def _resized(column: npt.NDArray[np.generic], num_frames: int) -> npt.NDArray:  # type: ignore[type-arg]
+def _resized(column: npt.NDArray[np.generic], num_frames: int) -> npt.NDArray:
     new = np.zeros(num_frames, dtype=column.dtype)
     kept = min(num_frames, len(column))
     new[:kept] = column[:kept]
