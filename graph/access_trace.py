@@ -102,7 +102,7 @@ class AccessTrace:
         phase: npt.ArrayLike,
         seconds: npt.ArrayLike | None = None,
     ) -> None:
-        """Copy the columns. Raises ValueError for unequal lengths, ticks that jump or fall, negative numbers."""
+        """Copy the columns. Raises ValueError for unequal lengths, negative numbers, ticks that jump."""
         given = (tick, segment, first_page, num_pages, write, phase)
         for (name, dtype), values in zip(_COLUMNS, given, strict=True):
             column: npt.NDArray[Any] = np.array(values, dtype=dtype).reshape(-1)
@@ -171,7 +171,7 @@ class AccessTrace:
         return int(np.count_nonzero(self.phase >= Phase.UPDATE))
 
     def with_seconds(self, seconds: npt.ArrayLike) -> AccessTrace:
-        """The same accesses with other ``seconds``. Raises ValueError if there are not ``num_ticks`` of them."""
+        """The same accesses with other ``seconds``. Raises ValueError unless they are ``num_ticks``."""
         return AccessTrace(**{name: getattr(self, name) for name, _ in _COLUMNS}, seconds=seconds)
 
     def repeat_micro_batches(self, num_micro_batches: int) -> AccessTrace:

@@ -1,5 +1,4 @@
-"""CLOCK: a second chance instead of a date (F. J. Corbato, "A paging experiment with the Multics system").
-1968).
+"""CLOCK: a second chance instead of a date (F. J. Corbato's paging experiment in Multics, 1968).
 
 LRU needs an order of all last uses. One bit per key is nearly as good: keys stand in a circle; a use sets the
 key's bit; the hand goes round, and where it finds the bit set it clears it and passes on, where it finds it
