@@ -225,8 +225,8 @@ class Device(ABC):
         """Bytes this process holds on the device: context, allocator, arena. 0 on the simulated device."""
 
     @abstractmethod
-    def register_host(self, address: int, num_bytes: int) -> bool:
-        """Page-lock host memory for fast copies. False where the system refuses: it stays pageable."""
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Page-lock host memory for fast copies. Raises TierError where the system refuses; it stays pageable."""
 
     @abstractmethod
     def unregister_host(self, address: int) -> None:

@@ -9,10 +9,8 @@ rounds up to a power of two and takes four times as long (DESIGN, section 5).
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +23,6 @@ from pager.errors import PagerClosed, TierError
 from pager.units import format_bytes
 
 __all__ = ["CudaDevice", "CudaEvent", "CudaStream", "current_index", "num_devices"]
-
-logger = logging.getLogger("pager.device")
 
 
 def num_devices() -> int:
@@ -145,7 +141,6 @@ class CudaDevice(Device):
         self._drain_lock = threading.Lock()
         self._streams: dict[int, CudaStream] = {}
         self._registered: set[int] = set()
-        self._warned_pageable = False
         self._is_closed = False
         # torch takes streams of the pool in turn and may give out one it gave before; ours are told apart by
         # index.
@@ -217,24 +212,12 @@ class CudaDevice(Device):
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(total - free)
 
-    def register_host(self, address: int, num_bytes: int) -> bool:
-        begin = time.monotonic()
-        status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
-        if int(status) == 0:
-            self._registered.add(address)
-            return True
-        # The failed call leaves its status behind, and torch's next launch would report it as its own error.
-        if not self._warned_pageable:
-            self._warned_pageable = True
-            logger.warning(
-                "cudaHostRegister refused to page-lock %s of host memory (status %d, after %.1f s). It stays "
-                "pageable: copies run at about 8 instead of 55 GB/s and block the host while they do. "
-                "Raise the locked-memory limit (ulimit -l, or the container's memory limit).",
-                format_bytes(num_bytes),
-                int(status),
-                time.monotonic() - begin,
-            )
-        return False
+    def register_host(self, address: int, num_bytes: int) -> None:
+        with torch.cuda.device(self.torch_device):
+            status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+        if int(status) != 0:
+            raise TierError(f"cudaHostRegister refused {format_bytes(num_bytes)}: CUDA error {int(status)}")
+        self._registered.add(address)
 
     def unregister_host(self, address: int) -> None:
         if address in self._registered:

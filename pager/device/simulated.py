@@ -288,9 +288,8 @@ class SimulatedDevice(Device):
     def process_bytes(self) -> int:
         return 0
 
-    def register_host(self, address: int, num_bytes: int) -> bool:
+    def register_host(self, address: int, num_bytes: int) -> None:
         self._registered.add(address, num_bytes, True)
-        return True
 
     def unregister_host(self, address: int) -> None:
         self._registered.remove(address)

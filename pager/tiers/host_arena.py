@@ -1,0 +1,258 @@
+"""Host memory of exactly the size that is asked for, page-locked where the system allows.
+
+Torch's pinned allocator rounds up to a power of two and takes four times as long to register (DESIGN, section
+5). So a piece is an anonymous private mapping, huge pages advised, registered with the device as it is. A
+piece has at most 64 GiB: registering more at once has failed in the field, and a copy must not span two
+registrations, which is why a range of frames never spans two pieces.
+
+A piece is unmapped when the arena has dropped it *and* the last view of it is gone: views share one storage,
+which owns the mapping. So a tensor handed to a user (``state_dict``) stays valid after ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pager.device.base import Device
+from pager.errors import PagerClosed, PagerInternalError, TierError, TierFull
+from pager.tiers.base import check_host_bytes
+from pager.tiers.ranges import FrameRanges
+from pager.units import format_bytes
+
+logger = logging.getLogger("pager.tiers.host_arena")
+
+MAX_PIECE_BYTES = 64 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    begin: int  # first frame
+    end: int
+    memory: torch.Tensor  # the only long-lived tensor over the mapping; its storage owns it
+    is_registered: bool
+
+
+class HostArena:
+    """Frames in host memory. Starts without any; ``grow`` adds pieces, ``trim`` gives unused ones back.
+
+    ``page_size`` in bytes; ``device`` registers the memory; ``budget_bytes`` bounds what is mapped.
+    ``max_piece_bytes`` and ``progress_after_seconds`` are for tests.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        device: Device,
+        budget_bytes: int,
+        *,
+        max_piece_bytes: int = MAX_PIECE_BYTES,
+        progress_after_seconds: float = 1.0,
+    ) -> None:
+        if page_size <= 0 or page_size % mmap.PAGESIZE:
+            raise ValueError(f"page_size is {page_size} bytes; expected a multiple of {mmap.PAGESIZE}")
+        self.page_size = page_size
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+        self.peak_reserved_bytes = 0
+        self._device = device
+        self._frames_per_piece = max(max_piece_bytes // page_size, 1)
+        self._progress_after_seconds = progress_after_seconds
+        self._lock = threading.Lock()
+        self._ranges = FrameRanges()
+        self._pieces: dict[int, _Piece] = {}
+        self._reserving_bytes = 0
+        self._is_closed = False
+        self._has_warned = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the frames handed out."""
+        return self._ranges.num_used * self.page_size
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes mapped, handed out or not; never more than ``budget_bytes``."""
+        return self._ranges.num_frames * self.page_size
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes that are page-locked."""
+        with self._lock:
+            return sum(piece.memory.numel() for piece in self._pieces.values() if piece.is_registered)
+
+    @property
+    def num_frames(self) -> int:
+        """Frames there are, free or used. Frame numbers may be higher once pieces were trimmed."""
+        return self._ranges.num_frames
+
+    @property
+    def largest_free(self) -> int:
+        """The most frames that one ``allocate`` can give now."""
+        return self._ranges.largest_free
+
+    def grow(self, num_frames: int) -> None:
+        """Map and page-lock ``num_frames`` more frames, in as few pieces as the limit of 64 GiB allows.
+
+        Raises TierFull, and adds nothing, beyond the budget or where the system gives no memory. Where it
+        refuses to page-lock, the memory is used as it is: one warning says what that costs.
+        """
+        if num_frames <= 0:
+            raise ValueError(f"cannot grow by {num_frames} frames")
+        num_bytes = num_frames * self.page_size
+        with self._lock:
+            self._check_open()
+            reserved = self.reserved_bytes + self._reserving_bytes
+            if reserved + num_bytes > self.budget_bytes:
+                raise TierFull(
+                    f"host: {format_bytes(num_bytes)} more than the {format_bytes(reserved)} reserved would pass "
+                    f"the host budget of {format_bytes(self.budget_bytes)}; raise host_budget or add a disk tier"
+                )
+            self._reserving_bytes += num_bytes
+        mapped: list[tuple[torch.Tensor, bool]] = []
+        try:
+            with self._progress(num_bytes):
+                while num_frames:
+                    size = min(num_frames, self._frames_per_piece)
+                    memory = _map_memory(size * self.page_size)
+                    mapped.append((memory, self._register(memory)))
+                    num_frames -= size
+        except BaseException:
+            for memory, is_registered in mapped:
+                if is_registered:
+                    self._device.unregister_host(memory.data_ptr())
+            with self._lock:
+                self._reserving_bytes -= num_bytes
+            raise
+        with self._lock:
+            self._reserving_bytes -= num_bytes
+            for memory, is_registered in mapped:
+                size = memory.numel() // self.page_size
+                begin = self._ranges.grow(size)
+                piece = _Piece(begin=begin, end=begin + size, memory=memory, is_registered=is_registered)
+                self._pieces[begin] = piece
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def allocate(self, num_frames: int) -> int:
+        """The first of ``num_frames`` contiguous frames of one piece. TierFull where there is no such run."""
+        with self._lock:
+            self._check_open()
+            first = self._ranges.allocate(num_frames)
+            if first is None:
+                raise TierFull(
+                    f"host: no run of {num_frames} frames of {format_bytes(self.page_size)}; "
+                    f"{self._ranges.num_free} of {self._ranges.num_frames} are free, "
+                    f"{self._ranges.largest_free} at most in a row; "
+                    f"{format_bytes(self.reserved_bytes)} of {format_bytes(self.budget_bytes)} reserved"
+                )
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return first
+
+    def free(self, first_frame: int, num_frames: int) -> None:
+        """Take back frames in use. The memory stays reserved until ``trim``."""
+        with self._lock:
+            self._check_open()
+            self._ranges.free(first_frame, num_frames)
+
+    def trim(self) -> int:
+        """Give pieces that are wholly free back to the system; the bytes given back."""
+        with self._lock:
+            self._check_open()
+            pieces = [self._pieces.pop(begin) for begin in self._ranges.free_pieces()]
+            for piece in pieces:
+                self._ranges.remove(piece.begin)
+        for piece in pieces:
+            self._drop(piece)
+        return sum(piece.memory.numel() for piece in pieces)
+
+    def view(self, first_frame: int, num_bytes: int) -> torch.Tensor:
+        """``num_bytes`` from ``first_frame`` on as a uint8 1-D tensor that aliases the arena, valid after close."""
+        with self._lock:
+            self._check_open()
+            found = self._ranges.piece_of(first_frame)
+            if (
+                found is None
+                or num_bytes < 0
+                or first_frame * self.page_size + num_bytes > found[1] * self.page_size
+            ):
+                raise PagerInternalError(
+                    f"host: {num_bytes} bytes from frame {first_frame} on are not in one piece"
+                )
+            piece = self._pieces[found[0]]
+        offset = (first_frame - piece.begin) * self.page_size
+        return piece.memory[offset : offset + num_bytes]
+
+    def read(self, first_frame: int, out: torch.Tensor) -> None:
+        """Copy from the frames into ``out`` (contiguous 1-D uint8 on the CPU) on the calling thread."""
+        check_host_bytes(out, "out")
+        out.copy_(self.view(first_frame, out.numel()))
+
+    def write(self, first_frame: int, data: torch.Tensor) -> None:
+        """Copy ``data`` (contiguous 1-D uint8 on the CPU) into the frames on the calling thread."""
+        check_host_bytes(data, "data")
+        self.view(first_frame, data.numel()).copy_(data)
+
+    def close(self) -> None:
+        """Unlock everything and let go of it. Views that are still alive keep their piece mapped. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            pieces, self._pieces = list(self._pieces.values()), {}
+            self._ranges = FrameRanges()
+        for piece in pieces:
+            self._drop(piece)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PagerClosed("the host arena was closed")
+
+    def _drop(self, piece: _Piece) -> None:
+        if piece.is_registered:
+            self._device.unregister_host(piece.memory.data_ptr())
+
+    def _register(self, memory: torch.Tensor) -> bool:
+        try:
+            self._device.register_host(memory.data_ptr(), memory.numel())
+        except (TierError, OSError, RuntimeError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "host memory could not be page-locked (%s) and stays pageable: copies run at about 8 instead "
+                    "of 55 GB/s and block the host meanwhile. Raise the locked-memory limit (ulimit -l) or the "
+                    "container's memory limit.",
+                    error,
+                )
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _progress(self, num_bytes: int) -> Iterator[None]:
+        """One INFO line if the body takes longer than a second: large registrations look like a hang."""
+        text = "page-locking %s of host memory (about 16 GiB a second)"
+        timer = threading.Timer(self._progress_after_seconds, logger.info, (text, format_bytes(num_bytes)))
+        timer.name = "pager-progress"
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def _map_memory(num_bytes: int) -> torch.Tensor:
+    try:
+        # Private: a shared anonymous mapping is shmem, which counts against /dev/shm's limits in containers.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise TierFull(f"host: the system gives no {format_bytes(num_bytes)}: {error.strerror}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # kernels without transparent huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
