@@ -1,0 +1,140 @@
+"""Making room on the device.
+
+The problem: frames must come free while other threads use, pin and write to what stands in them, and no lock may be held
+while bytes move. So reclaim works in phases, and every later phase may drop what an earlier one chose:
+
+1. choose (locked)     ask the policy for an eviction order of the runs that may go, and the arena for the cheapest window
+2. begin (locked)      DIRTY victims become LEAVING: from now on a write to them is seen
+3. write back          their copies to the home are enqueued; a disk is waited for
+4. end (locked)        LEAVING becomes CLEAN, or DIRTY again if the write failed: then the error is raised and nothing is lost
+5. evict (locked)      victims that nobody pinned or wrote meanwhile leave; if one did, the caller looks again from 1
+
+A run that was prefetched and not used yet may be evicted for a demand fault only: among prefetches it would be
+thrown out for something needed later. Why not one lock over it all: a write to disk takes milliseconds, and the compute thread
+would stand still for pages it does not need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pager.page_table import PageState
+from pager.tiers.device_arena import Fence, merge_fence
+
+if TYPE_CHECKING:
+    from pager.engine.engine import Engine
+    from pager.engine.run import Run
+
+
+class Reclaimer:
+    """Evicts runs for the engine. All public methods are called without the engine's lock."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def make_room(self, num_frames: int, *, sooner_than: int | None) -> bool:
+        """Try once to free ``num_frames`` neighbouring frames. False if no window exists.
+
+        ``sooner_than`` is for prefetch: victims must be needed later than that many ticks from now.
+        True means progress, not a promise: another thread may take the frames first.
+        """
+        engine = self._engine
+        with engine.lock:
+            victims = self._choose(num_frames, sooner_than)
+        if victims is None:
+            return False
+        self.evict(victims)
+        return True
+
+    def _choose(self, num_frames: int, sooner_than: int | None) -> list[Run] | None:
+        engine = self._engine
+        candidates = [run for run in engine.resident_runs() if self._may_go(run)]
+        if not candidates:
+            return engine.arena.cheapest_window(num_frames, lambda run: None)
+        keys = np.unique(np.fromiter((run.segment.index for run in candidates), np.int64, len(candidates)))
+        until = engine.timeline.ticks_until_use(keys)
+        if sooner_than is not None:
+            late = until > sooner_than
+            keys, until = keys[late], until[late]
+        order = engine.policy.eviction_order(keys, until)
+        rank = {int(key): place for place, key in enumerate(order)}
+        allowed = {id(run): rank.get(run.segment.index) for run in candidates}
+        if sooner_than is not None:
+            allowed = {id(run): None if run.prefetched else allowed[id(run)] for run in candidates}
+        return engine.arena.cheapest_window(num_frames, lambda run: allowed.get(id(run)))
+
+    def _may_go(self, run: Run) -> bool:
+        return run.issued and not run.wired and run.pins == 0
+
+    def evict(self, runs: list[Run]) -> bool:
+        """Phases 2 to 5 for these runs. True if all of them left. Raises TierError if a write failed."""
+        self.write_back(runs)
+        engine = self._engine
+        gone = True
+        with engine.lock:
+            for run in runs:
+                if run.frame < 0:
+                    continue
+                state = int(engine.table.state[run.begin])
+                if state == PageState.ARRIVING:
+                    # Nobody used it; the copy may still be under way, and h2d runs in order, so its frames and the
+                    # home it reads are ordered against whatever comes next by the events kept here.
+                    engine.table.end_page_in(run.begin, run.end, success=True)
+                    state = PageState.CLEAN
+                if not self._may_go(run) or state != PageState.CLEAN:
+                    gone = False
+                    continue
+                self._leave(run)
+        return gone
+
+    def write_back(self, runs: list[Run], *, wait: bool = False) -> None:
+        """Phases 2 to 4: clean the dirty ones among ``runs``; ``wait`` until their homes are good."""
+        engine = self._engine
+        leaving: list[Run] = []
+        with engine.lock:
+            for run in runs:
+                if run.frame >= 0 and not run.wired and int(engine.table.state[run.begin]) == PageState.DIRTY:
+                    engine.table.begin_page_out(run.begin, run.end)
+                    run.pins += 1
+                    engine.table.pin(run.begin, run.end)
+                    engine.moves += 1
+                    leaving.append(run)
+        for position, run in enumerate(leaving):
+            success = False
+            event: Any = None
+            try:
+                engine.note_uses(run)
+                event = engine.transfers.page_out(run)
+                success = True
+            finally:
+                rest = [] if success else leaving[position + 1 :]
+                with engine.lock:
+                    for other in [run, *rest]:
+                        engine.table.end_page_out(other.begin, other.end, success=success)
+                        other.pins -= 1
+                        engine.table.unpin(other.begin, other.end)
+                        engine.moves -= 1
+                    if event is not None:
+                        merge_fence(run.uses, {event.stream.index: event})
+                    engine.changed.notify_all()
+            if wait and event is not None:
+                event.synchronize()
+
+    def _leave(self, run: Run) -> None:
+        engine = self._engine
+        engine.table.evict(run.begin, run.end)
+        if run.prefetched:
+            engine.counters.prefetch_unused += 1
+        engine.forget_run(run)
+
+
+def fence_of(run: Run) -> Fence:
+    """The events after which nobody needs the contents of the run's frames any more."""
+    fence: Fence = dict(run.uses)
+    if run.ready is not None:
+        merge_fence(fence, {run.ready.stream.index: run.ready})
+    else:
+        merge_fence(fence, run.fence)
+    return fence

@@ -1,0 +1,72 @@
+"""A run: neighbouring pages of one segment in neighbouring device frames, with the events that order its use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pager.device.base import Region
+
+if TYPE_CHECKING:
+    from pager.address_space import Segment
+    from pager.device.base import Event, Stream
+    from pager.tiers.device_arena import Fence
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Pages ``[first, first + num_pages)`` of ``segment`` in the frames from ``frame`` on.
+
+    The page table owns the pages' states and pins. A run keeps what belongs to this stay on the device:
+
+    issued: the copy that fills it has been enqueued (or it needs none); until then only its issuer may use it.
+    fence: events of the frames' former users; the first work that writes the frames waits for them.
+    ready: the event after which the bytes are there; None if the compute stream itself writes them.
+    waited: indices of the streams that already waited for ``ready`` (and ``fence``).
+    users: streams that use the run now; uses: per stream the event after which the last use is over.
+    escaped: a raw pointer or an uncounted alias was given out, so any use may have written.
+    orphan: the segment has dropped this value; the frames go when the last lease does.
+    version: the tensor's version counter when device and home were last known to agree, or a write was last noted.
+    """
+
+    segment: Segment
+    first: int
+    num_pages: int
+    frame: int = -1
+    issued: bool = False
+    wired: bool = False
+    pins: int = 0
+    fence: Fence = field(default_factory=dict)
+    ready: Event | None = None
+    waited: set[int] = field(default_factory=set)
+    users: dict[int, Stream] = field(default_factory=dict)
+    uses: Fence = field(default_factory=dict)
+    prefetched: bool = False
+    escaped: bool = False
+    orphan: bool = False
+    version: int = 0
+
+    @property
+    def begin(self) -> int:
+        """First page in the global numbering."""
+        return self.segment.first_page + self.first
+
+    @property
+    def end(self) -> int:
+        """One past the last page in the global numbering."""
+        return self.begin + self.num_pages
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the segment in these pages; the last page of a segment may be partly used."""
+        page_size = self.segment.page_size
+        return min(self.segment.num_bytes - self.first * page_size, self.num_pages * page_size)
+
+    @property
+    def region(self) -> Region:
+        """The device frames."""
+        return Region("device", self.frame, self.frame + self.num_pages)
+
+    def covers(self, first: int, num_pages: int) -> bool:
+        """Whether all of the segment's pages ``[first, first + num_pages)`` are in this run."""
+        return self.first <= first and first + num_pages <= self.first + self.num_pages

@@ -1,0 +1,192 @@
+"""Where the training step is in its cycle, and when each segment is used next.
+
+The step is a program that repeats, so the future is known: the trace lists every access of one step. Following it costs one
+integer comparison an access. When an access is not the expected one (control flow, evaluation, a user's own read)
+
+1. look a little ahead: a branch that was skipped leaves the trace aligned again after it;
+2. at the start of a forward look at the start of the trace: another micro-batch, or a new step;
+3. else the access is off the trace: it is served and counted, and the position stays.
+
+Positions are absolute (they never wrap): ``cycle * len(trace) + row``. Nothing here decides correctness: a wrong
+position costs time only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pager.graph.access_trace import AccessRow, AccessTrace, Phase
+
+# Rows looked ahead on a mismatch: longer than any block of a network, short enough to cost microseconds.
+LOOK_AHEAD_ROWS = 256
+# A trace is remade when two steps in a row miss it in more than this share of their accesses.
+DEVIATION_SHARE = 0.05
+UNKNOWN = np.iinfo(np.int64).max // 4
+
+
+class Upcoming(NamedTuple):
+    """An access that the trace expects: which pages, and how many rows ahead."""
+
+    segment: int
+    first_page: int
+    num_pages: int
+    overwrite: bool
+    rows_ahead: int
+
+
+class Timeline:
+    """The access trace of one step, the position in it, and a recording of the step under way."""
+
+    def __init__(self) -> None:
+        self.trace: AccessTrace | None = None
+        self.position = 0
+        self.deviations = 0
+        self.micro_batches = 1
+        self.recorded: list[AccessRow] = []
+        self._tick = -1
+        self._next: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._next_use: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._last_use: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._now = 0
+        self._update_row = 0
+        self._base: AccessTrace | None = None
+        self._seen_micro_batches = 0
+        self._step_deviations = 0
+        self._bad_steps = 0
+        self._segments: list[int] = []
+
+    # -- the trace -----------------------------------------------------------------------------------------------------
+
+    def resize(self, num_segments: int) -> None:
+        """Segments are 0 .. num_segments-1 from now on."""
+        extra = num_segments - len(self._next_use)
+        if extra > 0:
+            self._next_use = np.concatenate([self._next_use, np.full(extra, UNKNOWN)])
+            self._last_use = np.concatenate([self._last_use, np.full(extra, -1)])
+
+    def follow(self, trace: AccessTrace, micro_batches: int = 1) -> None:
+        """Follow this one-micro-batch trace from its start, with ``micro_batches`` rounds before each update."""
+        self._base = trace
+        self.micro_batches = micro_batches
+        whole = trace.repeat_micro_batches(micro_batches)
+        self.trace = whole
+        self._segments = whole.segment.tolist()
+        self._next = whole.next_access()
+        self._update_row = len(whole) - whole.num_update_rows
+        self._seek(0)
+
+    def _seek(self, row: int) -> None:
+        """Stand before ``row``; recompute every segment's next use from there."""
+        assert self.trace is not None
+        length = len(self.trace)
+        self.position = self.position // length * length + row if length else 0
+        self._next_use[:] = UNKNOWN
+        order = np.concatenate([np.arange(row, length), np.arange(row)])[::-1]
+        ahead = np.concatenate([np.arange(row, length), np.arange(length, length + row)])[::-1]
+        # Written from the farthest to the nearest, so the nearest access of each segment stays.
+        self._next_use[self.trace.segment[order]] = ahead + (self.position - row)
+
+    # -- following -----------------------------------------------------------------------------------------------------
+
+    def new_tick(self) -> None:
+        """The accesses that follow belong to one operation."""
+        self._tick += 1
+
+    def access(self, segment: int, first_page: int, num_pages: int, *, write: bool, phase: int) -> None:
+        """One access happened; move on and note it in the recording."""
+        if phase == Phase.FORWARD and self._seen_micro_batches == 0:
+            self._seen_micro_batches = 1
+        self.recorded.append(AccessRow(max(self._tick, 0), segment, first_page, num_pages, write, phase))
+        self._now += 1
+        self._last_use[segment] = self._now
+        if not self._segments:
+            return
+        length = len(self._segments)
+        row = self.position % length
+        if self._segments[row] == segment:
+            self._advance(row, segment)
+        else:
+            self._find_again(row, segment, phase)
+
+    def _advance(self, row: int, segment: int) -> None:
+        base = self.position - row
+        self._next_use[segment] = base + self._next[row]
+        self.position += 1
+
+    def _find_again(self, row: int, segment: int, phase: int) -> None:
+        if phase == Phase.FORWARD and segment == self._segments[0] and row != 0:
+            # Another micro-batch, or a forward whose backward never came.
+            self._seek(0)
+            self._advance(0, segment)
+            return
+        self.deviations += 1
+        self._step_deviations += 1
+        end = min(row + LOOK_AHEAD_ROWS, len(self._segments))
+        try:
+            found = self._segments.index(segment, row + 1, end)
+        except ValueError:
+            return
+        assert self.trace is not None
+        if int(self.trace.phase[found]) == phase:
+            self._seek(found)
+            self._advance(found, segment)
+
+    def begin_micro_batch(self) -> None:
+        """A backward pass ended: what follows is another forward, or the update."""
+        self._seen_micro_batches += 1
+
+    def begin_update(self) -> None:
+        """The optimizer step begins."""
+        if self.trace is not None and self.trace.num_update_rows and self.position % len(self.trace) != self._update_row:
+            self._seek(self._update_row)
+
+    def end_step(self) -> bool:
+        """The step is over. True if the recording should replace the trace: there is none, or it keeps failing."""
+        rows = max(len(self.recorded), 1)
+        self._bad_steps = self._bad_steps + 1 if self._step_deviations > DEVIATION_SHARE * rows else 0
+        renew = self.trace is None or self._bad_steps >= 2
+        if self.trace is not None and len(self.trace):
+            self.position = (self.position // len(self.trace) + 1) * len(self.trace)
+            if self.position % len(self.trace) == 0:
+                self._seek(0)
+        self._step_deviations = 0
+        self._seen_micro_batches = 0
+        if renew:
+            self._bad_steps = 0
+        return renew
+
+    def take_recording(self) -> list[AccessRow]:
+        """The accesses since the last call, with ticks from 0."""
+        rows, self.recorded = self.recorded, []
+        self._tick = -1
+        return rows
+
+    # -- the future ------------------------------------------------------------------------------------------------------
+
+    def ticks_until_use(self, segments: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows until each segment's next use. Without a trace: the longer unused, the farther (LRU's guess)."""
+        if self.trace is None:
+            return self._now + 1 - self._last_use[segments]
+        return np.maximum(self._next_use[segments] - self.position, 0)
+
+    def upcoming(self, num_rows: int) -> list[Upcoming]:
+        """The next ``num_rows`` accesses the trace expects, wrapping into the next step."""
+        trace = self.trace
+        if trace is None or not len(trace):
+            return []
+        length = len(trace)
+        row = self.position % length
+        rows = [(row + ahead) % length for ahead in range(min(num_rows, length))]
+        return [
+            Upcoming(
+                self._segments[index],
+                int(trace.first_page[index]),
+                int(trace.num_pages[index]),
+                int(trace.phase[index]) == Phase.GRADIENT,
+                ahead,
+            )
+            for ahead, index in enumerate(rows)
+        ]

@@ -1,0 +1,219 @@
+"""Moving a run's bytes between the device and its home. Bytes only: no page changes its state here.
+
+Every copy is put on the stream of its direction and ordered by events alone:
+
+page in   (stream h2d)  waits for the frames' fence (their former users) and for the last write of the home copy.
+page out  (stream d2h)  waits for the last uses of the run, and for a page in that still reads the same home frames.
+
+A home on disk goes through a bounce buffer in host memory; there the host waits for the file, and counts it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from pager.device.base import Region
+from pager.page_table import Home
+
+if TYPE_CHECKING:
+    from pager.address_space import Segment
+    from pager.device.base import Device, Event
+    from pager.engine.run import Run
+    from pager.page_table import PageTable
+    from pager.statistics import Counters
+    from pager.tiers.device_arena import DeviceArena
+    from pager.tiers.disk_file import DiskFile
+    from pager.tiers.host_arena import HostArena
+
+# One copy of 16 MiB reaches 54.6 of 55.1 GB/s (DESIGN, section 5); larger ones only delay the first event.
+EXTENT_BYTES = 16 * 2**20
+
+
+class _Bounce:
+    """One host buffer between the disk and the link, and the event after which it may be used again."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.busy: Event | None = None
+        self.lock = threading.Lock()
+
+    def acquire(self) -> None:
+        self.lock.acquire()
+        if self.busy is not None:
+            self.busy.synchronize()
+            self.busy = None
+
+    def release(self, busy: Event | None = None) -> None:
+        self.busy = busy
+        self.lock.release()
+
+
+class Transfers:
+    """Copies runs in and out. Thread-safe: the streams are, and each bounce buffer has one user at a time."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        table: PageTable,
+        arena: DeviceArena,
+        host: HostArena,
+        disk: DiskFile | None,
+        counters: Counters,
+    ) -> None:
+        self._device = device
+        self._table = table
+        self._arena = arena
+        self._host = host
+        self._disk = disk
+        self._counters = counters
+        self._home_written: dict[int, Event] = {}
+        self._home_read: dict[int, Event] = {}
+        self._bounce = _Bounce(EXTENT_BYTES) if disk is not None else None
+
+    # -- device <- home ------------------------------------------------------------------------------------------------
+
+    def page_in(self, run: Run) -> None:
+        """Enqueue the copies that fill ``run``; sets ``run.ready``. Raises TierIOError if the disk fails."""
+        h2d = self._device.h2d
+        for event in run.fence.values():
+            h2d.wait(event)
+        written = self._home_written.get(run.segment.index)
+        if written is not None:
+            h2d.wait(written)
+        for offset, num_bytes in _extents(run.num_bytes):
+            frame = run.frame + offset // self._arena.page_size
+            target = self._arena.bytes_of(frame, num_bytes)
+            home, home_frame = self._home(run, offset)
+            writes = self._device_region(frame, num_bytes)
+            if home == Home.HOST:
+                source = self._host.view(home_frame, num_bytes)
+                h2d.copy(target, source, reads=self._host_region(home_frame, num_bytes), writes=writes)
+            else:
+                self._read_disk(home_frame, num_bytes, target, writes)
+        run.ready = h2d.record()
+        self._home_read[run.segment.index] = run.ready
+        self._counters.page_in_bytes += run.num_bytes
+
+    def _read_disk(self, home_frame: int, num_bytes: int, target: torch.Tensor, writes: Region) -> None:
+        assert self._disk is not None and self._bounce is not None
+        bounce = self._bounce
+        bounce.acquire()
+        event: Event | None = None
+        try:
+            buffer = bounce.memory[:num_bytes]
+            started = time.perf_counter()
+            self._disk.read(home_frame, buffer)
+            self._counters.stall_seconds += time.perf_counter() - started
+            self._counters.disk_read_bytes += num_bytes
+            self._device.h2d.copy(target, buffer, reads=None, writes=writes)
+            event = self._device.h2d.record()
+        finally:
+            bounce.release(event)
+
+    # -- device -> home ------------------------------------------------------------------------------------------------
+
+    def page_out(self, run: Run) -> Event | None:
+        """Enqueue the copies of ``run`` to its home; the event after which the home is good.
+
+        None where the home is the disk: the bytes are in the file when this returns. Raises TierIOError.
+        """
+        d2h = self._device.d2h
+        for event in run.uses.values():
+            d2h.wait(event)
+        pending_read = self._home_read.get(run.segment.index)
+        if pending_read is not None:
+            d2h.wait(pending_read)
+        on_disk = False
+        for offset, num_bytes in _extents(run.num_bytes):
+            frame = run.frame + offset // self._arena.page_size
+            source = self._arena.bytes_of(frame, num_bytes)
+            home, home_frame = self._home(run, offset)
+            reads = self._device_region(frame, num_bytes)
+            if home == Home.HOST:
+                target = self._host.view(home_frame, num_bytes)
+                d2h.copy(target, source, reads=reads, writes=self._host_region(home_frame, num_bytes))
+            else:
+                on_disk = True
+                self._write_disk(home_frame, num_bytes, source, reads)
+        self._counters.page_out_bytes += run.num_bytes
+        event = d2h.record()
+        if not on_disk:
+            self._home_written[run.segment.index] = event
+        return event
+
+    def _write_disk(self, home_frame: int, num_bytes: int, source: torch.Tensor, reads: Region) -> None:
+        assert self._disk is not None and self._bounce is not None
+        bounce = self._bounce
+        bounce.acquire()
+        try:
+            buffer = bounce.memory[:num_bytes]
+            started = time.perf_counter()
+            self._device.d2h.copy(buffer, source, reads=reads, writes=None)
+            self._device.d2h.record().synchronize()
+            self._disk.write(home_frame, buffer)
+            self._counters.stall_seconds += time.perf_counter() - started
+            self._counters.disk_write_bytes += num_bytes
+        finally:
+            bounce.release()
+
+    # -- the host's own access to homes --------------------------------------------------------------------------------
+
+    def home_bytes(self, segment: Segment, *, write: bool) -> torch.Tensor | None:
+        """The segment's home in host memory as uint8, after waiting for copies under way; None if it is elsewhere."""
+        if int(self._table.home[segment.first_page]) != Home.HOST:
+            return None
+        written = self._home_written.get(segment.index)
+        if written is not None:
+            written.synchronize()
+        if write:
+            read = self._home_read.get(segment.index)
+            if read is not None:
+                read.synchronize()
+        home_frame = int(self._table.home_frame[segment.first_page])
+        self._device.host_touch(Region("host", home_frame, home_frame + segment.num_pages), write=write)
+        return self._host.view(home_frame, segment.num_bytes)
+
+    def read_disk_home(self, segment: Segment) -> torch.Tensor:
+        """A copy of a segment whose home is the disk, uint8 on the CPU. Raises TierIOError."""
+        assert self._disk is not None
+        out = torch.empty(segment.num_bytes, dtype=torch.uint8)
+        home_frame = int(self._table.home_frame[segment.first_page])
+        for offset, num_bytes in _extents(segment.num_bytes):
+            self._disk.read(home_frame + offset // segment.page_size, out[offset : offset + num_bytes])
+            self._counters.disk_read_bytes += num_bytes
+        return out
+
+    def write_disk_home(self, segment: Segment, source: torch.Tensor) -> None:
+        """Write all of a segment (uint8 on the CPU) to its home on disk. Raises TierIOError."""
+        assert self._disk is not None
+        home_frame = int(self._table.home_frame[segment.first_page])
+        for offset, num_bytes in _extents(segment.num_bytes):
+            self._disk.write(home_frame + offset // segment.page_size, source[offset : offset + num_bytes])
+            self._counters.disk_write_bytes += num_bytes
+
+    def forget(self, segment: Segment) -> None:
+        """Drop the events of a segment that is no more, after they have passed."""
+        for events in (self._home_written, self._home_read):
+            event = events.pop(segment.index, None)
+            if event is not None:
+                event.synchronize()
+
+    def _home(self, run: Run, offset: int) -> tuple[int, int]:
+        page = run.begin + offset // self._arena.page_size
+        return int(self._table.home[page]), int(self._table.home_frame[page])
+
+    def _device_region(self, frame: int, num_bytes: int) -> Region:
+        return Region("device", frame, frame + -(-num_bytes // self._arena.page_size))
+
+    def _host_region(self, frame: int, num_bytes: int) -> Region:
+        return Region("host", frame, frame + -(-num_bytes // self._arena.page_size))
+
+
+def _extents(num_bytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of the extents of a run, each a multiple of every page size but the last."""
+    return [(offset, min(EXTENT_BYTES, num_bytes - offset)) for offset in range(0, num_bytes, EXTENT_BYTES)]
