@@ -226,7 +226,7 @@ class Device(ABC):
 
     @abstractmethod
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Page-lock host memory for fast copies. Raises TierError where the system refuses; it stays pageable."""
+        """Page-lock host memory for fast copies. TierError where the system refuses: it stays pageable."""
 
     @abstractmethod
     def unregister_host(self, address: int) -> None:

@@ -112,8 +112,8 @@ class HostArena:
             reserved = self.reserved_bytes + self._reserving_bytes
             if reserved + num_bytes > self.budget_bytes:
                 raise TierFull(
-                    f"host: {format_bytes(num_bytes)} more than the {format_bytes(reserved)} reserved would pass "
-                    f"the host budget of {format_bytes(self.budget_bytes)}; raise host_budget or add a disk tier"
+                    f"host: {format_bytes(num_bytes)} more than the {format_bytes(reserved)} reserved would "
+                    f"pass the host budget of {format_bytes(self.budget_bytes)}; raise host_budget or add a disk"
                 )
             self._reserving_bytes += num_bytes
         mapped: list[tuple[torch.Tensor, bool]] = []
@@ -173,7 +173,7 @@ class HostArena:
         return sum(piece.memory.numel() for piece in pieces)
 
     def view(self, first_frame: int, num_bytes: int) -> torch.Tensor:
-        """``num_bytes`` from ``first_frame`` on as a uint8 1-D tensor that aliases the arena, valid after close."""
+        """``num_bytes`` from ``first_frame`` on: a uint8 1-D tensor that aliases the arena, also after close."""
         with self._lock:
             self._check_open()
             found = self._ranges.piece_of(first_frame)
@@ -200,7 +200,7 @@ class HostArena:
         self.view(first_frame, data.numel()).copy_(data)
 
     def close(self) -> None:
-        """Unlock everything and let go of it. Views that are still alive keep their piece mapped. Idempotent."""
+        """Unlock everything and let go of it. Views still alive keep their piece mapped. Idempotent."""
         with self._lock:
             self._is_closed = True
             pieces, self._pieces = list(self._pieces.values()), {}
@@ -223,9 +223,9 @@ class HostArena:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "host memory could not be page-locked (%s) and stays pageable: copies run at about 8 instead "
-                    "of 55 GB/s and block the host meanwhile. Raise the locked-memory limit (ulimit -l) or the "
-                    "container's memory limit.",
+                    "host memory could not be page-locked (%s) and stays pageable: copies run at about 8 "
+                    "instead of 55 GB/s and block the host meanwhile. Raise the locked-memory limit (ulimit -l) "
+                    "or the container's memory limit.",
                     error,
                 )
             return False

@@ -43,7 +43,7 @@ class FrameRanges:
         return self._by_size[-1][0] if self._by_size else 0
 
     def grow(self, num_frames: int) -> int:
-        """Add a piece of ``num_frames`` free frames; its first frame. Numbers of removed pieces do not come back."""
+        """Add a piece of free frames; its first frame. Numbers of removed pieces do not come back."""
         if num_frames <= 0:
             raise ValueError(f"cannot grow by {num_frames} frames")
         begin = self._end
@@ -70,7 +70,7 @@ class FrameRanges:
         return begin
 
     def free(self, first_frame: int, num_frames: int) -> None:
-        """Take back used frames of one piece. PagerInternalError where one is free already or does not exist."""
+        """Take back used frames of one piece. PagerInternalError where one is free or does not exist."""
         begin, end = first_frame, first_frame + num_frames
         piece = self.piece_of(begin)
         if num_frames <= 0 or piece is None or end > piece[1]:
