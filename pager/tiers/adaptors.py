@@ -1,4 +1,4 @@
-"""Tiers made of tiers: limited, counted, faulty. Each keeps the contract of `pager.tiers.base` and wraps any tier.
+"""Tiers made of tiers: limited, counted, faulty. Each keeps the contract of `base` and wraps any tier.
 
 They compose: ``CountedTier(FaultyTier(DiskFile(...), ...))`` counts what its users see, and the other way
 round what reaches the disk. What a tier has beyond the contract (``HostArena.view``, ``grow``) is passed
@@ -104,8 +104,8 @@ class LimitedTier(Adaptor):
         with self._lock:
             if self._used_bytes + num_bytes > self._budget_bytes:
                 raise TierFull(
-                    f"{format_bytes(num_bytes)} more than the {format_bytes(self._used_bytes)} in use would pass "
-                    f"the limit of {format_bytes(self._budget_bytes)}"
+                    f"{format_bytes(num_bytes)} more than the {format_bytes(self._used_bytes)} in use would "
+                    f"pass the limit of {format_bytes(self._budget_bytes)}"
                 )
             self._used_bytes += num_bytes
         try:
@@ -188,7 +188,7 @@ class CountedTier(Adaptor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What goes wrong at the ``at``-th (from 1) call of ``operation``; with ``lasting`` at every later one too.
+    """What goes wrong at the ``at``-th (from 1) call of ``operation``; if ``lasting``, at every later one too.
 
     ``error`` is raised (None: TierFull for an allocation, TierIOError EIO else), for a write after
     ``num_bytes`` of it have reached the tier. With ``wrong_byte`` nothing is raised: that byte of what is
@@ -212,7 +212,7 @@ class Fault:
 
 
 class FaultyTier(Adaptor):
-    """Does what the inner tier does, except for the ``faults``, and takes ``latency_seconds`` per read and write.
+    """Does what the inner tier does, but for the ``faults``, and takes ``latency_seconds`` per read or write.
 
     The latency goes through ``sleep``, so that a test can count it, or block there until it has set the
     stage. ``calls`` counts the calls of each operation.

@@ -17,6 +17,7 @@ import secrets
 import threading
 import weakref
 import zlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from pager.units import format_bytes
 
 # Answers of file systems and kernels that have no nameless files.
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
+# A full disk and a full quota.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -66,9 +68,9 @@ class DiskFile:
             first = self._ranges.allocate(num_frames)
             if first is None:
                 raise TierFull(
-                    f"disk: no run of {num_frames} frames of {format_bytes(self.page_size)} in {self.directory}; "
-                    f"{self._ranges.num_free} of {self.num_frames} are free, {self._ranges.largest_free} at most "
-                    "in a row; raise disk_budget"
+                    f"disk: no run of {num_frames} frames of {format_bytes(self.page_size)} in "
+                    f"{self.directory}; {self._ranges.num_free} of {self.num_frames} are free, "
+                    f"{self._ranges.largest_free} at most in a row; raise disk_budget"
                 )
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return first
@@ -88,7 +90,7 @@ class DiskFile:
         """
         check_host_bytes(out, "out")
         self._check_range(first_frame, out.numel())
-        view = memoryview(out.numpy())
+        view = _memory_of(out)
         self._read(first_frame * self.page_size, view)
         if self._checksums is not None:
             self._verify(first_frame, view)
@@ -100,7 +102,7 @@ class DiskFile:
         """
         check_host_bytes(data, "data")
         self._check_range(first_frame, data.numel())
-        view = memoryview(data.numpy())
+        view = _memory_of(data)
         if self._checksums is not None:
             self._checksums.forget(first_frame, -(-len(view) // self.page_size))
         done = 0
@@ -178,6 +180,11 @@ class DiskFile:
         return TierIOError(
             error.errno, f"disk: cannot {what} the paging file: {error.strerror}", self.directory
         )
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 class _Checksums:

@@ -113,7 +113,7 @@ class HostArena:
             if reserved + num_bytes > self.budget_bytes:
                 raise TierFull(
                     f"host: {format_bytes(num_bytes)} more than the {format_bytes(reserved)} reserved would "
-                    f"pass the host budget of {format_bytes(self.budget_bytes)}; raise host_budget or add a disk"
+                    f"pass the host budget of {format_bytes(self.budget_bytes)}; raise host_budget"
                 )
             self._reserving_bytes += num_bytes
         mapped: list[tuple[torch.Tensor, bool]] = []
@@ -173,7 +173,7 @@ class HostArena:
         return sum(piece.memory.numel() for piece in pieces)
 
     def view(self, first_frame: int, num_bytes: int) -> torch.Tensor:
-        """``num_bytes`` from ``first_frame`` on: a uint8 1-D tensor that aliases the arena, also after close."""
+        """``num_bytes`` from ``first_frame`` on: a uint8 1-D tensor aliasing the arena, also after close."""
         with self._lock:
             self._check_open()
             found = self._ranges.piece_of(first_frame)
@@ -224,8 +224,8 @@ class HostArena:
                 self._has_warned = True
                 logger.warning(
                     "host memory could not be page-locked (%s) and stays pageable: copies run at about 8 "
-                    "instead of 55 GB/s and block the host meanwhile. Raise the locked-memory limit (ulimit -l) "
-                    "or the container's memory limit.",
+                    "instead of 55 GB/s and block the host meanwhile. Raise the locked-memory limit "
+                    "(ulimit -l) or the container's memory limit.",
                     error,
                 )
             return False
