@@ -188,7 +188,7 @@ class CountedTier(Adaptor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What goes wrong at the ``at``-th (from 1) call of ``operation``; if ``lasting``, at every later one too.
+    """What goes wrong at the ``at``-th (from 1) call of ``operation``, and if ``lasting`` at all later ones.
 
     ``error`` is raised (None: TierFull for an allocation, TierIOError EIO else), for a write after
     ``num_bytes`` of it have reached the tier. With ``wrong_byte`` nothing is raised: that byte of what is
