@@ -18,6 +18,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
+TIER_NAMES = ("device", "host", "disk")  # by home: what lives on the device is wired
 SEGMENT_KINDS = ("parameter", "gradient", "state", "master")
 
 

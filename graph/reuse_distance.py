@@ -127,7 +127,7 @@ def expand_accesses(trace: AccessTrace, atoms: Atoms, segments: Sequence[Segment
 
 
 def previous_rows(accesses: AtomAccesses, num_rows: int) -> IntArray:
-    """int64 per access: row of the previous access to the atom; less ``num_rows`` (negative) if a step ago."""
+    """int64 per access: row of the previous access to its atom, less ``num_rows`` if a step ago."""
     previous = np.empty(len(accesses), dtype=np.int64)
     if len(accesses) == 0:
         return previous
