@@ -1,4 +1,4 @@
-"""A decoder language model over bytes, in the shape of Llama, written as plain PyTorch: nothing here knows pager."""
+"""A decoder language model over bytes, in the shape of Llama: plain PyTorch, nothing here knows pager."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pager.tools.model_sizes import ModelSizes
 
 __all__ = ["DecoderModel", "make_model"]
 
-# With checkpointing the loss is taken over so many tokens at a time: logits of 32000 entries for 16 Ki tokens would
-# be the largest tensors of the step by far.
+# With checkpointing the loss is taken over so many tokens at a time: logits of 32000 entries for 16 Ki tokens
+# would be the largest tensors of the step by far.
 LOSS_CHUNK_TOKENS = 2048
 
 
@@ -22,14 +22,14 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def _rotary_table(length: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, each (length, width / 2), of the rotary position embedding (Su et al. 2021, base 10000)."""
+    """Cosine and sine, each (length, width / 2), of rotary positions (Su et al. 2021, base 10000)."""
     exponents = torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width
     angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), 10000.0**-exponents)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind its norm and added to the residual stream (batch, seq, hidden)."""
+    """Attention and feed-forward, each behind its norm and added to the stream (batch, seq, hidden)."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Tokens (batch, seq) in, mean cross-entropy of predicting ``targets`` (batch, seq) out, in nats per byte."""
+    """Tokens and targets, int64 (batch, seq), in; mean cross-entropy out, in nats per byte."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class DecoderModel(nn.Module):
 
 
 def make_model(sizes: ModelSizes, *, seed: int, device: str = "cpu") -> DecoderModel:
-    """A model in ``sizes`` with weights drawn from ``seed``; on ``"meta"`` without weights, to be drawn later.
+    """A model in ``sizes`` with weights drawn from ``seed``; on ``"meta"`` they are left to be drawn later.
 
     Sets torch's global seed, so that dropout-like draws of the training that follows are fixed too.
     """

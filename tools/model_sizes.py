@@ -1,4 +1,4 @@
-"""Sizes of the decoder language model: presets and files. Knows no torch, so that ``pager --help`` stays quick."""
+"""Sizes of the decoder language model: presets and files. No torch here: ``pager --help`` stays quick."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ModelSizes:
     """A decoder in the shape of Llama: RMSNorm, rotary positions, SwiGLU, causal attention, untied head.
 
-    ``vocabulary`` counts tokens; text is read as bytes, so that anything from 256 up works and the rest of a larger
-    table is there for its size only. ``checkpoint`` recomputes each block in backward instead of keeping its activations.
+    ``vocabulary`` counts tokens; text is read as bytes, so that anything from 256 up works and the rest of a
+    larger table is there for its size only. ``checkpoint`` recomputes each block in backward instead of
+    keeping its activations.
     """
 
     hidden: int
@@ -39,11 +40,13 @@ class ModelSizes:
                 raise InputError(f"model size {name} is {value!r}; expected a whole number of at least 1")
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise InputError(
-                f"model size hidden is {self.hidden} with {self.heads} heads; hidden / heads must be a whole, even "
-                "number (rotary positions turn pairs of channels)"
+                f"model size hidden is {self.hidden} with {self.heads} heads; hidden / heads must be a "
+                "whole, even number (rotary positions turn pairs of channels)"
             )
         if self.vocabulary < 256:
-            raise InputError(f"model size vocabulary is {self.vocabulary}; text is read as bytes, so at least 256")
+            raise InputError(
+                f"model size vocabulary is {self.vocabulary}; text is read as bytes, so at least 256"
+            )
         if self.dtype not in BYTES_PER_ELEMENT:
             raise InputError(f"model dtype is {self.dtype!r}{closest(str(self.dtype), BYTES_PER_ELEMENT)}")
         if not isinstance(self.checkpoint, bool):
@@ -67,12 +70,19 @@ def num_parameters(sizes: ModelSizes) -> int:
 def _large(hidden: int, layers: int, heads: int, ffn: int) -> ModelSizes:
     # The vocabulary of Llama: a byte-level table would make these smaller than the models they stand for.
     return ModelSizes(
-        hidden=hidden, layers=layers, heads=heads, ffn=ffn, vocabulary=32000, dtype="bfloat16", checkpoint=True
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        ffn=ffn,
+        vocabulary=32000,
+        dtype="bfloat16",
+        checkpoint=True,
     )
 
 
 PRESETS: Mapping[str, ModelSizes] = {
-    "tiny": ModelSizes(hidden=64, layers=2, heads=4, ffn=176),
+    # Weights of at least one page of 128 KiB each: smaller ones are wired, and nothing would be left to move.
+    "tiny": ModelSizes(hidden=192, layers=2, heads=4, ffn=512),
     "small": ModelSizes(hidden=256, layers=6, heads=4, ffn=704),
     "1b": _large(2048, 22, 32, 5632),
     "3b": _large(3072, 28, 24, 8192),
@@ -83,16 +93,18 @@ PRESETS: Mapping[str, ModelSizes] = {
 
 
 def load_sizes(model: str) -> tuple[str, ModelSizes]:
-    """The short name and the sizes of ``model``: a preset's name, or the path of a JSON or YAML file of sizes.
+    """The short name and the sizes of ``model``, a preset's name or the path of a JSON or YAML file of sizes.
 
-    A file is a mapping of the fields of :class:`ModelSizes`. Raises InputError for an unknown preset, an unreadable
-    file, unknown or missing keys, and values that make no model.
+    A file is a mapping of the fields of :class:`ModelSizes`. Raises InputError for an unknown preset, an
+    unreadable file, unknown or missing keys, and values that make no model.
     """
     if model in PRESETS:
         return model, PRESETS[model]
     path = Path(model)
     if path.suffix.lower() not in (".json", ".yaml", ".yml"):
-        raise InputError(f"unknown model {model!r}{closest(model, PRESETS)} (or give a .json or .yaml file of sizes)")
+        raise InputError(
+            f"unknown model {model!r}{closest(model, PRESETS)} (or give a .json or .yaml file of sizes)"
+        )
     return path.stem, _from_mapping(_read_mapping(path), path)
 
 
@@ -108,7 +120,9 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
     except (json.JSONDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise InputError(f"{path} holds {type(content).__name__}; expected a mapping such as {{hidden: 256, ...}}")
+        raise InputError(
+            f"{path} holds {type(content).__name__}; expected a mapping such as {{hidden: 256, ...}}"
+        )
     return content
 
 

@@ -1,4 +1,4 @@
-"""Real text as bytes: a file, a folder, or the English text of Python's own documentation. And batches of it."""
+"""Real text as bytes: a file, a folder, or the text of Python's own documentation; and batches of it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Bytes = NDArray[np.uint8]
 def read_text(source: str | None = None) -> Bytes:
     """All of a text as a uint8 array.
 
-    ``source`` is a file, a folder (all its .txt, .md, .rst and .py files, in order of their paths), or None: the topics of
-    Python's documentation, which come with Python. Raises InputError for a missing, empty, unreadable or binary source.
+    ``source`` is a file, a folder (all its .txt, .md, .rst and .py files, in order of their paths), or None:
+    the topics of Python's documentation, which come with Python. Raises InputError for a missing, empty,
+    unreadable or binary source.
     """
     if source is None:
         from pydoc_data.topics import topics
@@ -60,10 +61,10 @@ def _as_array(content: bytes) -> Bytes:
 
 
 class TextBatches:
-    """An endless, repeatable stream of batches drawn from one text: the same seed gives the same batches again."""
+    """An endless stream of batches drawn from one text: the same seed gives the same batches again."""
 
     def __init__(self, text: Bytes, *, batch: int, seq: int, seed: int) -> None:
-        """Batches of ``batch`` windows of ``seq`` bytes. Raises InputError if the text is shorter than a window."""
+        """``batch`` windows of ``seq`` bytes each. Raises InputError if the text is shorter than a window."""
         if len(text) < seq + 1:
             raise InputError(
                 f"the text has {len(text)} bytes, too few for --seq {seq} (one window takes seq + 1 bytes); "

@@ -1,0 +1,97 @@
+"""The ``pager`` command: one parser, one subcommand per module in :data:`COMMANDS`.
+
+A command's module has ``add_arguments(parser)`` and ``run(arguments) -> int``, and imports torch inside
+``run`` only, so that ``--help`` answers at once. Exit codes: 0 done, 1 failed or "no", 2 wrong use, 130
+interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from pager import __version__
+from pager.errors import ConfigError, PagerError, PagerInternalError
+from pager.tools.errors import CommandFailed, InputError
+
+__all__ = ["COMMANDS", "Command", "main", "make_parser"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A subcommand: its name, its line in ``pager --help``, and the module that carries it out."""
+
+    name: str
+    help: str
+    module: str
+
+
+COMMANDS = (
+    Command(
+        name="train",
+        help="train a byte-level language model whose state is larger than the device memory",
+        module="pager.tools.train",
+    ),
+)
+
+
+def make_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of ``pager`` with all ``commands``; a parsed command stands in ``arguments.run``."""
+    parser = argparse.ArgumentParser(prog="pager", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.description = "Paged, tiered memory for training PyTorch models that are larger than GPU memory."
+    parser.add_argument("--version", action="version", version=f"pager {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in commands:
+        module = import_module(command.module)
+        subparser = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``pager`` with ``argv`` (default: the process's arguments) and return its exit code."""
+    try:
+        arguments = make_parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except SystemExit as exit_:  # argparse: 0 after --help and --version, 2 after wrong use
+        return exit_.code if isinstance(exit_.code, int) else EXIT_USAGE
+    except BrokenPipeError:
+        # Whoever read our output has gone (`pager ... | head`). The interpreter would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return EXIT_INTERRUPTED
+    except (InputError, ConfigError) as error:
+        _complain(str(error))
+        return EXIT_USAGE
+    except PagerInternalError:
+        raise
+    except (CommandFailed, PagerError) as error:
+        _complain(str(error))
+        return EXIT_FAILED
+    return code
+
+
+def _complain(message: str) -> None:
+    print(f"pager: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
