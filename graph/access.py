@@ -18,9 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
-T = TypeVar("T", bound=torch.Tensor)
+from pager.graph.access_trace import Phase
+
+T = TypeVar("T")
+
+ACCESS_DTYPE = np.dtype([("tick", np.int32), ("segment", np.int32), ("write", np.bool_), ("phase", np.uint8)])
 
 _GETTERS = (
     "shape dtype device layout ndim itemsize nbytes name names "
@@ -75,16 +82,16 @@ METADATA: frozenset[Callable[..., Any]] = LAYOUT.union(
 GRADIENT: frozenset[Callable[..., Any]] = frozenset(
     [*_slots("grad _grad", "__get__"), *_slots("grad _grad", "__set__"), *_slots("grad _grad", "__delete__")]
 )
-"""Reading, assigning, deleting `.grad`: no access to the parameter, yet not METADATA: a tensor comes or goes."""
+"""Reading, assigning, deleting `.grad`: no access to the parameter, yet a tensor comes or goes."""
 
 
 def is_access(func: Callable[..., Any]) -> bool:
-    """Whether a call of `func`, as `__torch_function__` gets it, touches elements of the parameters it names."""
+    """Whether a call of `func` (as `__torch_function__` gets it) touches elements of parameters it names."""
     return func not in METADATA and func not in GRADIENT
 
 
 def collect_tensors(cls: type[T], args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> list[T]:
-    """The instances of `cls` (or a subclass) in `args`, `kwargs` and lists, tuples and dicts within, at any depth.
+    """The instances of `cls` (or a subclass) in `args`, `kwargs` and lists, tuples and dicts within them.
 
     Each once, in the order of first appearance. Runs on the door's path, once per torch operation: so no
     isinstance on tensors, since the metaclass of nn.Parameter answers that in Python.
@@ -109,9 +116,113 @@ def _collect(cls: type[T], values: Iterable[Any], found: dict[int, T]) -> None:
             _collect(cls, value.values(), found)
 
 
-def current_phase() -> int:
-    """Phase.FORWARD (0), or Phase.RECOMPUTE (1) where this thread stands inside autograd's backward pass.
+def current_phase() -> Phase:
+    """Phase.FORWARD, or Phase.RECOMPUTE where this thread stands inside autograd's backward pass.
 
     Inside it, an operation in Python is a checkpoint's recomputation, a hook or a custom Function's backward.
     """
-    return 0 if torch._C._current_graph_task_id() == -1 else 1
+    return Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.RECOMPUTE
+
+
+class Traced:
+    """Mixin of the parameters that report every operation that names them."""
+
+    _recorder: AccessRecorder
+    _segment: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_access(func):
+            traced = [t for t in collect_tensors(Traced, args, kwargs) if hasattr(t, "_recorder")]
+            if traced and traced[0]._recorder.active:
+                return traced[0]._recorder.call(traced, func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class TracedParameter(Traced, nn.Parameter):
+    """A parameter (meta or real) that an AccessRecorder has adopted."""
+
+
+def _hooks_beneath() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
+
+
+class AccessRecorder:
+    """Records the accesses of one step in order. Inactive until `active` is set; one thread.
+
+    `rows`: (tick, segment, write, phase), the columns of ACCESS_DTYPE. An operation is one tick with a row
+    for each adopted parameter it names, `write` where it raised the parameter's version. Autograd's reading
+    of a tensor that shares an adopted parameter's storage is one tick, an accumulated gradient one more
+    (the row names the parameter's segment, the write is to its gradient). `on_tick()` is called as a tick
+    begins, `before(func)` before an operation is recorded: it may raise.
+    """
+
+    def __init__(
+        self,
+        on_tick: Callable[[], None] = lambda: None,
+        before: Callable[[Callable[..., Any]], None] = lambda func: None,
+    ) -> None:
+        self.active = False
+        self.rows: list[tuple[int, int, bool, int]] = []
+        self.num_ticks = 0
+        self._segments: dict[int, int] = {}  # storage -> segment
+        self._on_tick = on_tick
+        self._before = before
+
+    def adopt(self, parameter: Tensor, segment: int, traced_class: type[Traced] = TracedParameter) -> None:
+        """Turn `parameter`, an instance of the base that `traced_class` extends, in place into a traced
+        one.""" self._segments[parameter.untyped_storage()._cdata] = segment parameter.__class__ =
+        traced_class  # type: ignore[assignment] parameter._recorder, parameter._segment = self, segment  #
+        type: ignore[attr-defined] if parameter.requires_grad: parameter.register_post_accumulate_grad_hook(
+        lambda _: self._record([segment], Phase.GRADIENT, True) )
+
+    def array(self) -> npt.NDArray[Any]:
+        """The rows so far, ACCESS_DTYPE."""
+        return np.array(self.rows, dtype=ACCESS_DTYPE)
+
+    def call(
+        self, traced: list[Traced], func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run one operation that names `traced` parameters, as one tick."""
+        self._before(func)
+        first = len(self.rows)
+        segments = list(dict.fromkeys(t._segment for t in traced))
+        # Before the operation: what it runs inside (a nested backward) has later ticks.
+        self._record(segments, current_phase(), False)
+        beneath = _hooks_beneath()
+
+        def pack(tensor: Tensor) -> tuple[int | None, Callable[[Any], Tensor] | None, Any]:
+            segment = self._segments.get(tensor.untyped_storage()._cdata)
+            # Detached: an operation's own output, kept as it is, would keep its graph alive in a cycle.
+            if segment is not None or beneath is None:
+                return segment, None, tensor.detach()
+            return None, beneath[1], beneath[0](tensor)
+
+        def unpack(packed: tuple[int | None, Callable[[Any], Tensor] | None, Any]) -> Tensor:
+            segment, unpack_beneath, kept = packed
+            if segment is not None:
+                self._record([segment], Phase.BACKWARD, False)
+            result: Tensor = kept if unpack_beneath is None else unpack_beneath(kept)
+            return result
+
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [t._version for t in traced]  # type: ignore[attr-defined]
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                result = func(*args, **kwargs)
+            for t, version in zip(traced, versions, strict=True):
+                if t._version != version:  # type: ignore[attr-defined]
+                    row = first + segments.index(t._segment)
+                    tick, segment, _, phase = self.rows[row]
+                    self.rows[row] = (tick, segment, True, phase)
+        return result
+
+    def _record(self, segments: list[int], phase: Phase, write: bool) -> None:
+        if self.active:
+            self._on_tick()
+            self.rows.extend((self.num_ticks, segment, write, int(phase)) for segment in segments)
+            self.num_ticks += 1

@@ -1,7 +1,7 @@
 """Small models that the tests share. Each builder gives a `Case`, equal in every bit for the same seed.
 
-Widths are chosen so that most matrices exceed a page of 16 KiB (the smallest page size) while norms and biases
-stay under one, and a training step on the CPU takes a few milliseconds.
+Widths are chosen so that most matrices exceed a page of 16 KiB (the smallest page size) while norms and
+biases stay under one, and a training step on the CPU takes a few milliseconds.
 """
 
 from __future__ import annotations
