@@ -69,24 +69,26 @@ def estimate_tick_seconds(
     page_size: int,
     *,
     flops_per_tick: npt.ArrayLike | None = None,
+    moved_bytes_per_tick: npt.ArrayLike | None = None,
     ceilings: Ceilings | None = None,
 ) -> FloatArray:
     """Seconds (float64 of length ``trace.num_ticks``) per tick of ``trace``.
 
     Memory traffic is the accessed pages, once for a read, twice for a write in the update (which reads what
-    it replaces). ``flops_per_tick``: floating-point operations per tick, where capture knows them;
-    activations are inside the measured rate of arithmetic. Raises ValueError if it has not ``num_ticks``
+    it replaces), or ``moved_bytes_per_tick`` where that is more: capture counts activations too.
+    ``flops_per_tick``: floating-point operations. Raises ValueError if one of them has not ``num_ticks``
     entries.
     """
+    columns = {}
+    for name, values in (("flops_per_tick", flops_per_tick), ("moved_bytes_per_tick", moved_bytes_per_tick)):
+        columns[name] = np.zeros(trace.num_ticks) if values is None else np.asarray(values, dtype=np.float64)
+        if columns[name].shape != (trace.num_ticks,):
+            raise ValueError(f"{name} has shape {columns[name].shape} for {trace.num_ticks} ticks")
     passes = 1 + (trace.write & (trace.phase == Phase.UPDATE))
     row_bytes = trace.num_pages.astype(np.int64) * page_size * passes
     tick_bytes = np.bincount(trace.tick, row_bytes, trace.num_ticks)
-    flops = (
-        np.zeros(trace.num_ticks) if flops_per_tick is None else np.asarray(flops_per_tick, dtype=np.float64)
-    )
-    if flops.shape != (trace.num_ticks,):
-        raise ValueError(f"flops_per_tick has shape {flops.shape} for {trace.num_ticks} ticks")
-    return operation_seconds(flops, tick_bytes, ceilings)
+    moved = np.maximum(tick_bytes, columns["moved_bytes_per_tick"])
+    return operation_seconds(columns["flops_per_tick"], moved, ceilings)
 
 
 class SupportsEviction(Protocol):

@@ -309,20 +309,35 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
         touched, origin="lower", aspect="auto", extent=extent, cmap="Greys", interpolation="nearest"
     )
     pages_axes.set(title="accesses", xlabel="tick", ylabel="page")
-    gib = 2.0**30
-    if plan.predicted.resident_bytes is not None:
-        resident_axes.step(np.arange(plan.trace.num_ticks), plan.predicted.resident_bytes / gib, where="post")
-    if "device" in plan.budgets:
-        resident_axes.axhline(
-            plan.budgets["device"] / gib, linestyle="--", color="tab:red", label="device budget"
-        )
+    resident = plan.predicted.resident_bytes
+    budget = plan.budgets.get("device")
+    scale, unit = _scale(max(budget or 0, 0 if resident is None else int(resident.max(initial=0))))
+    if resident is not None:
+        ticks = np.arange(plan.trace.num_ticks)
+        resident_axes.step(ticks, resident / scale, where="post", label="resident (predicted)")
+    if budget is not None:
+        resident_axes.axhline(budget / scale, linestyle="--", color="tab:red", label="device budget")
+    if resident is not None or budget is not None:
         resident_axes.legend(loc="lower right")
-    resident_axes.set(title="predicted resident memory", xlabel="tick", ylabel="GiB", ylim=(0, None))
-    distance_axes.hist(distance / gib, bins=64, weights=num_bytes / gib)
+    resident_axes.set(title="predicted resident memory", xlabel="tick", ylabel=unit)
+    resident_axes.set_ylim(bottom=0)
+    scale, unit = _scale(int(distance.max(initial=0)))
+    mass_scale, mass_unit = _scale(int(num_bytes.sum()))
+    distance_axes.hist(distance / scale, bins=64, weights=num_bytes / mass_scale)
     distance_axes.set(
-        title="reuse distance of accessed bytes", xlabel="distinct GiB in between", ylabel="GiB"
+        title="reuse distance of the accessed bytes",
+        xlabel=f"distinct {unit} touched in between",
+        ylabel=f"{mass_unit} accessed",
     )
     figure.savefig(path, dpi=120)
+
+
+def _scale(num_bytes: int) -> tuple[float, str]:
+    """The largest binary unit not above ``num_bytes``, and its name."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power:
+            return float(1024**power), unit
+    return 1.0, "B"
 
 
 def _touched_map(plan: Plan, num_lines: int = 512, num_columns: int = 1024) -> tuple[Any, int]:
