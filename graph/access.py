@@ -175,11 +175,13 @@ class AccessRecorder:
         self._before = before
 
     def adopt(self, parameter: Tensor, segment: int, traced_class: type[Traced] = TracedParameter) -> None:
-        """Turn `parameter`, an instance of the base that `traced_class` extends, in place into a traced
-        one.""" self._segments[parameter.untyped_storage()._cdata] = segment parameter.__class__ =
-        traced_class  # type: ignore[assignment] parameter._recorder, parameter._segment = self, segment  #
-        type: ignore[attr-defined] if parameter.requires_grad: parameter.register_post_accumulate_grad_hook(
-        lambda _: self._record([segment], Phase.GRADIENT, True) )
+        """Turn `parameter`, of the class that `traced_class` extends, into a traced one, in place."""
+        self._segments[parameter.untyped_storage()._cdata] = segment
+        traced: Any = parameter
+        traced.__class__ = traced_class
+        traced._recorder, traced._segment = self, segment
+        if parameter.requires_grad:
+            traced.register_post_accumulate_grad_hook(lambda _: self._record([segment], Phase.GRADIENT, True))
 
     def array(self) -> npt.NDArray[Any]:
         """The rows so far, ACCESS_DTYPE."""
