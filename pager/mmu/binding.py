@@ -1,0 +1,95 @@
+"""What ties a torch tensor to its segment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pager.address_space import Segment
+    from pager.mmu.mmu import Mmu
+
+# Slots of the C++ class, called with torch functions disabled: they act on the tensor object, not on its pages.
+NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+_tensor_base = torch._C.TensorBase
+_set_data = _tensor_base.data.__set__  # type: ignore[attr-defined]
+_get_grad = _tensor_base.grad.__get__  # type: ignore[attr-defined]
+_set_grad = _tensor_base.grad.__set__  # type: ignore[attr-defined]
+_get_version = _tensor_base._version.__get__  # type: ignore[attr-defined]
+
+
+def make_phantom(size: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a tensor's storage is while absent: one NaN of its dtype on the compute device, expanded to its shape.
+
+    Whatever slips past the door then reads NaN, not stale numbers. Integer dtypes have no NaN; they get their least value.
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        value: float | int | bool = float("nan")
+    else:
+        value = True if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((1,), value, dtype=dtype, device=device).expand(size)
+
+
+def strided_view(storage: torch.UntypedStorage, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    """An ordinary tensor over ``storage`` with this layout (offset in elements)."""
+    view = torch.empty(0, dtype=dtype, device=storage.device)
+    return view.set_(storage, offset, size, stride)  # type: ignore[call-overload]
+
+
+class Binding:
+    """A paged tensor's segment, its phantom, and how many operations use it now.
+
+    ``uses`` and the swap of ``tensor.data`` belong together: the first use points the tensor at its frames, the last one
+    back at the phantom. The MMU's lock guards both.
+    """
+
+    __slots__ = ("gradient", "hook", "meta", "mmu", "original_class", "phantom", "segment", "tensor", "uses")
+
+    def __init__(self, mmu: Mmu, segment: Segment, tensor: torch.Tensor, original_class: type) -> None:
+        self.mmu = mmu
+        self.segment = segment
+        self.tensor = tensor
+        self.original_class = original_class
+        self.phantom = make_phantom(segment.size, segment.dtype, mmu.engine.device.torch_device)
+        # Answers questions about strides, which an expanded phantom cannot.
+        self.meta = torch.empty_strided(segment.size, segment.stride, dtype=segment.dtype, device="meta")
+        self.gradient: Binding | None = None
+        self.hook: torch.utils.hooks.RemovableHandle | None = None
+        self.uses = 0
+
+    @property
+    def name(self) -> str:
+        """The name the user knows: the parameter's, or that of what belongs to it."""
+        return self.segment.name
+
+    def version(self) -> int:
+        """The tensor's version counter; every counted in-place write moves it."""
+        with NoTorchFunction():
+            return int(_get_version(self.tensor))
+
+    def bump_version(self) -> None:
+        """Count a write that did not go through the tensor."""
+        with NoTorchFunction():
+            torch.autograd.graph.increment_version(self.tensor)
+
+    def point_at(self, data: torch.Tensor) -> None:
+        """Let ``tensor.data`` be ``data``; the version counter stays."""
+        with NoTorchFunction():
+            _set_data(self.tensor, data)
+
+    def raw_grad(self) -> torch.Tensor | None:
+        """The gradient autograd left on the tensor itself, not yet in its segment."""
+        with NoTorchFunction():
+            grad: torch.Tensor | None = _get_grad(self.tensor)
+            return grad
+
+    def set_raw_grad(self, grad: torch.Tensor | None) -> None:
+        """Set the gradient on the tensor itself; torch checks shape, dtype and device."""
+        with NoTorchFunction():
+            _set_grad(self.tensor, grad)
+
+    def typed(self, lease: torch.Tensor) -> torch.Tensor:
+        """The segment's tensor over a lease of all its pages."""
+        segment = self.segment
+        return strided_view(lease.untyped_storage(), segment.dtype, segment.size, segment.stride)

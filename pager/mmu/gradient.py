@@ -1,0 +1,110 @@
+"""Gradients: from autograd into their segments, and back to whoever asks for ``p.grad``.
+
+Autograd accumulates into the parameter object itself. A hook takes each finished gradient from there at once: the first of
+a step is copied into the gradient's segment, later ones are added to it (the same addition, in the same order, that autograd
+would have done). So at any time a parameter has either no gradient, or one in its segment.
+The hook can fire twice in one backward (reentrant checkpointing); that is just one more addition.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pager.errors import ConfigError
+from pager.graph.access_trace import Phase
+from pager.mmu.binding import Binding, NoTorchFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pager.mmu.mmu import Mmu
+
+
+class Gradients:
+    """The gradients of one managed model's paged parameters."""
+
+    def __init__(self, mmu: Mmu, make: Callable[[Binding], Binding]) -> None:
+        self._mmu = mmu
+        # Makes the binding of a parameter's gradient: a segment of the same layout and a place at home for it.
+        self._make = make
+
+    def prepare(self, binding: Binding) -> None:
+        """Give a parameter that requires a gradient its segment and its hook; idempotent."""
+        with NoTorchFunction():
+            if not binding.tensor.requires_grad or binding.hook is not None:
+                return
+            if binding.gradient is None:
+                binding.gradient = self._make(binding)
+            binding.hook = binding.tensor.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, tensor: Any) -> None:
+        binding: Binding = tensor._pager
+        self.absorb(binding)
+
+    def absorb(self, binding: Binding) -> None:
+        """Move the gradient that autograd left on the parameter into the segment."""
+        grad = binding.raw_grad()
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise ConfigError(
+                f"{binding.name}: its gradient is {grad.layout}; sparse gradients cannot be paged yet. Use "
+                "sparse=False in the embedding."
+            )
+        if grad.requires_grad:
+            # backward(create_graph=True): the user goes on differentiating it; it is taken at the optimizer step.
+            return
+        self._add(binding, grad, fresh=False)
+        binding.set_raw_grad(None)
+
+    def _add(self, binding: Binding, grad: torch.Tensor, *, fresh: bool) -> None:
+        slot = binding.gradient
+        assert slot is not None
+        if grad.dtype != slot.segment.dtype:
+            raise ConfigError(
+                f"{binding.name}: its gradient is {grad.dtype}, the parameter {slot.segment.dtype}; gradients of another "
+                "dtype cannot be paged"
+            )
+        engine = self._mmu.engine
+        overwrite = fresh or not engine.has_value(slot.segment)
+        run, view = self._mmu.fault(slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}")
+        with torch.no_grad():
+            if overwrite:
+                view.copy_(grad)
+            else:
+                view.add_(grad)
+        slot.bump_version()
+        engine.mark_dirty(run)
+
+    def get(self, binding: Binding) -> torch.Tensor | None:
+        """What ``p.grad`` answers: the paged gradient, None, or a gradient that is still part of a graph."""
+        raw = binding.raw_grad()
+        if raw is not None:
+            if raw.requires_grad or binding.gradient is None:
+                return raw
+            self.absorb(binding)
+        slot = binding.gradient
+        if slot is None or not self._mmu.engine.has_value(slot.segment):
+            return None
+        return slot.tensor
+
+    def set(self, binding: Binding, value: torch.Tensor | None) -> None:
+        """``p.grad = value``. None frees the gradient's pages; a tensor's values are copied."""
+        slot = binding.gradient
+        if slot is not None and value is slot.tensor:
+            return
+        if self._mmu.finish_pending is not None:
+            # An interrupted update still needs the gradients.
+            self._mmu.finish_pending()
+        if value is None or slot is None:
+            binding.set_raw_grad(value)
+            if slot is not None:
+                self._mmu.engine.discard(slot.segment)
+            return
+        binding.set_raw_grad(value)  # torch checks shape, dtype and device here
+        binding.set_raw_grad(None)
+        if value.requires_grad:
+            value = value.detach()
+        self._add(binding, value, fresh=True)

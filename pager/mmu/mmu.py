@@ -1,0 +1,205 @@
+"""The memory-management unit: what happens to a paged tensor when an operation names it.
+
+One operation, in order: the segments it names are noted in the timeline and acquired (faults, waits, pins); each
+tensor is pointed at its frames; the operation runs; the tensors are pointed back at their phantoms. What the operation
+returns may be a view of the frames; the storage's owner then keeps them pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pager.errors import ConfigError, PagerClosed
+from pager.graph.access import current_phase
+from pager.graph.access_trace import Phase
+from pager.mmu.binding import Binding, NoTorchFunction, strided_view
+from pager.mmu.saved_tensors import can_see_hooks_beneath, saving_frames
+from pager.mmu.values import HomeAliases, cpu_tensor
+from pager.page_table import PageState
+
+if TYPE_CHECKING:
+    from pager.engine.engine import Engine
+    from pager.engine.run import Run
+    from pager.mmu.gradient import Gradients
+
+
+class Mmu:
+    """Bindings and accesses of one managed model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.lock = threading.RLock()
+        self.closed = False
+        self.bindings: dict[int, Binding] = {}
+        # Set while an interrupted optimizer step waits to be finished; called before anything reads a value.
+        self.finish_pending: Callable[[], None] | None = None
+        self.before_access: Callable[[], None] = _nothing
+        self.aliases = HomeAliases(self)
+        self.gradients: Gradients
+        self._held: list[torch.Tensor] = []
+
+    def bind(self, binding: Binding) -> None:
+        """Make a binding known to the MMU and its segment to the engine."""
+        self.bindings[binding.segment.index] = binding
+        self.engine.register(binding.segment, binding.version)
+
+    # -- one operation -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self, bindings: Sequence[Binding], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run ``func`` with the bound tensors resident. Called with torch functions enabled; disables them inside."""
+        leases = self.enter(bindings, getattr(func, "__name__", "an operation"))
+        try:
+            with NoTorchFunction():
+                if not torch.is_grad_enabled() or not can_see_hooks_beneath():
+                    return func(*args, **kwargs)
+                frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}
+                with saving_frames(frames):
+                    return func(*args, **kwargs)
+        finally:
+            self.exit(bindings)
+            leases.clear()  # a traceback may keep this frame alive
+
+    def enter(self, bindings: Sequence[Binding], what: str) -> list[torch.Tensor]:
+        """Make the tensors resident and point them at their frames; returns the leases that hold them."""
+        self._check_open()
+        self.before_access()
+        wanted = [(binding.segment, 0, binding.segment.num_pages, False) for binding in bindings]
+        if self.aliases:
+            self.aliases.settle(bindings)
+        self.note(bindings, current_phase())
+        self._check_values(bindings, what)
+        runs = self.engine.acquire_all(wanted, what)
+        with _ordinary_tensors():
+            leases = [self.engine.lease(run) for run in runs]
+            with self.lock:
+                for binding, lease in zip(bindings, leases, strict=True):
+                    binding.uses += 1
+                    if binding.uses == 1:
+                        binding.point_at(binding.typed(lease))
+        return leases
+
+    def exit(self, bindings: Sequence[Binding]) -> None:
+        """Point the tensors that nobody else uses back at their phantoms."""
+        with self.lock:
+            for binding in bindings:
+                binding.uses -= 1
+                if binding.uses == 0:
+                    binding.point_at(binding.phantom)
+
+    def note(self, bindings: Sequence[Binding], phase: int, *, write: bool = False) -> None:
+        """Tell the timeline of one operation's accesses to whole segments."""
+        engine = self.engine
+        with engine.lock:
+            engine.timeline.new_tick()
+            for binding in bindings:
+                engine.timeline.access(binding.segment.index, 0, binding.segment.num_pages, write=write, phase=phase)
+
+    def _check_values(self, bindings: Sequence[Binding], what: str) -> None:
+        for binding in bindings:
+            segment = binding.segment
+            if int(self.engine.table.state[segment.first_page]) == PageState.EMPTY:
+                raise ConfigError(
+                    f"{what} reads {segment.kind} {segment.name!r}, which has no value: "
+                    + (
+                        "load a state dict, or pass init= to pager.manage, before using a model made on meta"
+                        if segment.kind == "parameter"
+                        else "it was set to None"
+                    )
+                )
+
+    # -- single tensors ----------------------------------------------------------------------------------------------------
+
+    def fault(self, binding: Binding, phase: int, *, overwrite: bool = False, what: str = "an access") -> tuple[Run, torch.Tensor]:
+        """One whole tensor as an ordinary tensor over a fresh lease."""
+        self._check_open()
+        if self.aliases:
+            self.aliases.settle([binding])
+        self.note([binding], phase, write=overwrite)
+        segment = binding.segment
+        run = self.engine.acquire_all([(segment, 0, segment.num_pages, overwrite)], what)[0]
+        with _ordinary_tensors():
+            return run, binding.typed(self.engine.lease(run))
+
+    def fault_saved(
+        self, binding: Binding, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        """What autograd saved of a tensor, on the device again."""
+        if self.closed:
+            with NoTorchFunction():
+                storage = binding.tensor.untyped_storage()
+            return strided_view(storage, dtype, size, stride, offset)
+        self.before_access()
+        if self.aliases:
+            self.aliases.settle([binding])
+        segment = binding.segment
+        self.note([binding], Phase.BACKWARD)
+        run = self.engine.acquire_all([(segment, 0, segment.num_pages, False)], f"backward through {segment.name}")[0]
+        with _ordinary_tensors():
+            lease = self.engine.lease(run)
+            return strided_view(lease.untyped_storage(), dtype, size, stride, offset)
+
+    def escape(self, binding: Binding) -> torch.Tensor:
+        """An ordinary tensor over the frames whose writes nobody counts: the pages are dirty as long as it lives."""
+        self.before_access()
+        self._check_values([binding], "an access")
+        run, tensor = self.fault(binding, current_phase())
+        run.escaped = True
+        self.engine.mark_dirty(run)
+        return tensor
+
+    def ordinary_copy(self, binding: Binding) -> torch.Tensor:
+        """An ordinary tensor on the CPU with the values, of the class the tensor had before it was managed."""
+        copied = cpu_tensor(self, binding, alias=False)
+        if issubclass(binding.original_class, torch.nn.Parameter):
+            with NoTorchFunction():
+                return torch.nn.Parameter(copied, requires_grad=binding.tensor.requires_grad)
+        return copied
+
+    def hold_until_step(self, tensor: torch.Tensor) -> None:
+        """Keep a lease to the end of the step, for a raw pointer that was given out."""
+        self._held.append(tensor)
+
+    def end_step(self) -> None:
+        """Drop what was held to the end of the step."""
+        self._held.clear()
+
+    @contextlib.contextmanager
+    def resident(self, bindings: Sequence[Binding], *, ordinary: bool = False) -> Iterator[None]:
+        """The tensors stay on the device and pointed at their frames; writes by raw pointer are kept."""
+        leases = self.enter(bindings, "resident()")
+        try:
+            with self.engine.lock:
+                for binding in bindings:
+                    for run in self.engine.runs_of(binding.segment):
+                        run.escaped = True
+            yield
+        finally:
+            self.exit(bindings)
+            leases.clear()
+            self.engine.drain()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise PagerClosed("this model's pager is closed; call pager.manage(model) to page it again")
+
+
+@contextlib.contextmanager
+def _leave_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _ordinary_tensors() -> contextlib.AbstractContextManager[None]:
+    """Tensors made inside are ordinary ones, also in inference mode: they become a parameter's ``data``."""
+    return _leave_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,115 @@
+"""The door: tensor classes whose every torch operation passes through the MMU.
+
+`manage` sets the class of each managed parameter to `PagedParameter`: the same object, so hooks, optimizer references and
+`state_dict` keys stay. Gradients and optimizer state are `PagedTensor`s behind the same door. A call falls into one of
+
+- metadata (shape, dtype ...): answered by the phantom; strides by a meta twin;
+- special (`.grad`, `.data`, raw pointers, autograd.grad ...): see `pager.mmu.special`;
+- an access: everything else. The tensors named anywhere in the arguments become resident, the operation runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pager.graph.access import LAYOUT, METADATA, collect_tensors
+from pager.mmu import foreach
+from pager.mmu.binding import Binding, NoTorchFunction
+
+# func -> handler(func, args, kwargs); filled by pager.mmu.special
+SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+
+
+class Paged(torch.Tensor):
+    """What paged parameters and paged tensors share: the door. Never made by users."""
+
+    _pager: Binding
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every torch operation that names a paged tensor arrives here."""
+        kwargs = kwargs or {}
+        special = SPECIAL.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        if func in METADATA:
+            if func in LAYOUT:
+                args = tuple(arg._pager.meta if isinstance(arg, Paged) else arg for arg in args)
+            with NoTorchFunction():
+                return func(*args, **kwargs)
+        return access(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An ordinary tensor on the CPU with the same values: a copy of a managed model is not managed."""
+        if id(self) not in memo:
+            memo[id(self)] = self._pager.mmu.ordinary_copy(self._pager)
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as an ordinary tensor on the CPU."""
+        return self._pager.mmu.ordinary_copy(self._pager).__reduce_ex__(protocol)
+
+
+class PagedParameter(Paged, nn.Parameter):
+    """A parameter whose storage is paged. `isinstance(p, nn.Parameter)` holds."""
+
+
+class PagedTensor(Paged):
+    """A gradient or a piece of optimizer state whose storage is paged."""
+
+
+def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that touches the elements of the paged tensors it names."""
+    bindings = [tensor._pager for tensor in collect_tensors(Paged, args, kwargs)]
+    if not bindings:
+        with NoTorchFunction():
+            return func(*args, **kwargs)
+    mmu = bindings[0].mmu
+    if len(bindings) > 1:
+        if any(binding.mmu is not mmu for binding in bindings):
+            return _access_of_several_models(func, args, kwargs, bindings)
+        parts = foreach.split(func, args, kwargs, bindings)
+        if parts is not None:
+            return foreach.join([access(func, part_args, kwargs) for part_args in parts])
+    return mmu.run(bindings, func, args, kwargs)
+
+
+def _access_of_several_models(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding]) -> Any:
+    """An operation on tensors of more than one managed model, such as an average of two."""
+    mmu = bindings[0].mmu
+    own = [binding for binding in bindings if binding.mmu is mmu]
+    others = [binding for binding in bindings if binding.mmu is not mmu]
+    leases = mmu.enter(own, getattr(func, "__name__", "an operation"))
+    try:
+        return others[0].mmu.run(others, func, args, kwargs)
+    finally:
+        mmu.exit(own)
+        leases.clear()
+
+
+def page_tensor(binding: Binding, cls: type[Paged]) -> None:
+    """Turn ``binding.tensor`` into a paged tensor, in place: same object, its data the phantom."""
+    tensor = binding.tensor
+    binding.point_at(binding.phantom)
+    tensor.__class__ = cls
+    tensor._pager = binding  # type: ignore[attr-defined]
+
+
+def unpage_tensor(binding: Binding, data: torch.Tensor) -> None:
+    """Undo :func:`page_tensor`: an ordinary tensor again, holding ``data``."""
+    tensor = binding.tensor
+    del tensor._pager  # type: ignore[attr-defined]
+    tensor.__class__ = binding.original_class
+    binding.point_at(data)
+
+
+def is_paged(tensor: Any) -> bool:
+    """Whether ``tensor`` goes through the door."""
+    return isinstance(tensor, Paged)

@@ -1,0 +1,123 @@
+"""Tensors that autograd saves while an operation runs on device frames.
+
+The problem: autograd saves a weight, or a view of it such as ``weight.t()``, for backward. The saved tensor keeps the frame's
+storage, and by the time of backward something else stands there: wrong gradients and no error.
+
+So an operation runs under saved-tensor hooks. What lies in a managed frame is packed as (segment, version, layout) and faulted
+in again on unpack; if the segment was written meanwhile, unpack raises torch's own error. An unpacked tensor leases its
+pages, so they stay until autograd drops it. Everything else is passed on:
+
+- to the hooks beneath ours, if there are any (checkpointing, a user's own): they see what they would have seen without us;
+- else it is kept, detached (a saved output that kept its grad_fn would be a reference cycle), with its version: hooks switch off
+  torch's in-place check, so we make it.
+
+Why not pin from forward to backward: then nothing could ever leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pager.mmu.binding import Binding
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+_top_hooks: Callable[[bool], Hooks | None] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+
+
+def can_see_hooks_beneath() -> bool:
+    """Whether this torch can say which saved-tensor hooks are active. Without it frames stay pinned until backward."""
+    return _top_hooks is not None
+
+
+def changed_since(tensor_name: str, size: torch.Size, found: int, expected: int) -> RuntimeError:
+    """torch's error for a saved tensor that was modified in place."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor_name} {list(size)}] is at version {found}; expected version {expected} instead. Hint: enable "
+        "anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+class _SavedFrame:
+    """A saved tensor that lay in a managed frame."""
+
+    __slots__ = ("binding", "conj", "dtype", "neg", "offset", "size", "stride", "version")
+
+    def __init__(self, binding: Binding, tensor: torch.Tensor) -> None:
+        self.binding = binding
+        self.version = binding.version()
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def unpack(self) -> torch.Tensor:
+        found = self.binding.version()
+        if found != self.version:
+            raise changed_since(f"parameter {self.binding.name}", self.size, found, self.version)
+        tensor = self.binding.mmu.fault_saved(self.binding, self.dtype, self.size, self.stride, self.offset)
+        if self.conj:
+            tensor = torch._conj(tensor)
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        return tensor
+
+
+class _SavedBeneath:
+    """A saved tensor that the hooks beneath ours packed."""
+
+    __slots__ = ("packed", "unpack_beneath")
+
+    def __init__(self, hooks: Hooks, tensor: torch.Tensor) -> None:
+        self.packed = hooks[0](tensor)
+        self.unpack_beneath = hooks[1]
+
+    def unpack(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.unpack_beneath(self.packed)
+        return tensor
+
+
+class _SavedOrdinary:
+    """Any other saved tensor."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = tensor._version
+        self.tensor = tensor.detach()
+
+    def unpack(self) -> torch.Tensor:
+        found = self.tensor._version
+        if found != self.version:
+            raise changed_since(self.tensor.type(), self.tensor.size(), found, self.version)
+        return self.tensor
+
+
+def _unpack(saved: _SavedFrame | _SavedBeneath | _SavedOrdinary) -> torch.Tensor:
+    return saved.unpack()
+
+
+def saving_frames(frames: dict[int, Binding]) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which tensors over ``frames`` (storage address -> binding) are packed as frames."""
+    assert _top_hooks is not None
+    beneath = _top_hooks(False)
+
+    def pack(tensor: torch.Tensor) -> _SavedFrame | _SavedBeneath | _SavedOrdinary:
+        # Looking at storage of a tensor without one (sparse, functional wrappers) raises; such are never frames.
+        binding = frames.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
+        if binding is not None:
+            return _SavedFrame(binding, tensor)
+        if beneath is not None:
+            return _SavedBeneath(beneath, tensor)
+        return _SavedOrdinary(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)

@@ -1,0 +1,185 @@
+"""Calls on paged tensors that are neither plain metadata nor a plain access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pager.errors import ConfigError
+from pager.mmu.binding import NoTorchFunction
+from pager.mmu.parameter import SPECIAL, Paged, access
+
+_Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _handles(*functions: Any) -> Callable[[_Call], _Call]:
+    def register(handler: _Call) -> _Call:
+        for function in functions:
+            if function is not None:
+                SPECIAL[function] = handler
+        return handler
+
+    return register
+
+
+def _method(name: str) -> Any:
+    return getattr(torch.Tensor, name, None)
+
+
+# -- .grad ---------------------------------------------------------------------------------------------------------------
+
+
+@_handles(torch.Tensor.grad.__get__, torch.Tensor._grad.__get__)  # type: ignore[attr-defined]
+def _get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient as a paged tensor, or None."""
+    binding = args[0]._pager
+    return binding.mmu.gradients.get(binding)
+
+
+@_handles(torch.Tensor.grad.__set__, torch.Tensor._grad.__set__)  # type: ignore[attr-defined]
+def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    binding = args[0]._pager
+    binding.mmu.gradients.set(binding, args[1])
+
+
+@_handles(torch.Tensor.grad.__delete__, torch.Tensor._grad.__delete__)  # type: ignore[attr-defined]
+def _delete_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    binding = args[0]._pager
+    binding.mmu.gradients.set(binding, None)
+
+
+@_handles(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Freezing and unfreezing: an unfrozen parameter needs a place for its gradient."""
+    with NoTorchFunction():
+        result = func(*args, **kwargs)
+    binding = args[0]._pager
+    if binding.segment.kind == "parameter":
+        binding.mmu.gradients.prepare(binding)
+    return result
+
+
+# -- data that leaves the door -------------------------------------------------------------------------------------------
+
+
+@_handles(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+def _get_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An alias whose writes are not counted by the parameter's version."""
+    binding = args[0]._pager
+    return binding.mmu.escape(binding)
+
+
+@_handles(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p.data = tensor``: the segment takes the values; a change of shape, dtype or device is refused."""
+    tensor, value = args
+    binding = tensor._pager
+    if value is tensor:
+        return
+    segment = binding.segment
+    if value.dtype != segment.dtype or value.shape != segment.size:
+        raise ConfigError(
+            f"{segment.name}: a managed tensor of {tuple(segment.size)} {segment.dtype} cannot become "
+            f"{tuple(value.shape)} {value.dtype}. Convert the model before pager.manage(), or call "
+            "model.pager.close() first."
+        )
+    if value.device.type not in (binding.phantom.device.type, "cpu"):
+        raise ConfigError(
+            f"{segment.name}: a managed model computes on {binding.phantom.device}; it cannot be moved to "
+            f"{value.device}. Call model.pager.close() first, or pass device= to pager.manage()."
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+@_handles(
+    _method("numpy"),
+    _method("__array__"),
+    _method("__dlpack__"),
+    _method("untyped_storage"),
+    _method("storage"),
+    _method("_typed_storage"),
+)
+def _escape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is returned may be written to without anyone counting; it keeps the frames pinned while it lives."""
+    binding = args[0]._pager
+    with NoTorchFunction():
+        needs_detach = args[0].requires_grad and func is _method("numpy")
+    if needs_detach:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+    return func(binding.mmu.escape(binding), *args[1:], **kwargs)
+
+
+@_handles(_method("data_ptr"), _method("const_data_ptr"), _method("mutable_data_ptr"))
+def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A raw address is good to the end of the step."""
+    binding = args[0]._pager
+    tensor = binding.mmu.escape(binding)
+    binding.mmu.hold_until_step(tensor)
+    return func(tensor, *args[1:], **kwargs)
+
+
+@_handles(_method("set_"), _method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_"))
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", str(func))
+    binding = args[0]._pager if isinstance(args[0], Paged) else args[1]._pager
+    raise ConfigError(
+        f"{binding.name}: {name} would replace the storage of a managed tensor. Call model.pager.close() first."
+    )
+
+
+# -- autograd ------------------------------------------------------------------------------------------------------------
+
+
+@_handles(torch.autograd.grad)
+def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad` with paged inputs.
+
+    Not an access: the graph only needs to know the tensors. And it must run with torch functions enabled, since
+    backward runs recomputation and hooks on this thread; so torch's own wrapper, which would come back here, is left out.
+    """
+    return _grad(*args, **kwargs)
+
+
+def _grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    if is_grads_batched:
+        raise ConfigError("torch.autograd.grad(is_grads_batched=True) is not supported with managed parameters")
+    if materialize_grads and allow_unused is False:
+        raise ValueError("Expected allow_unused to be True or not passed when materialize_grads=True")
+    outs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+    ins = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    seeds = (grad_outputs,) if grad_outputs is None or isinstance(grad_outputs, torch.Tensor) else tuple(grad_outputs)
+    if grad_outputs is None:
+        seeds = (None,) * len(outs)
+    seeds = torch.autograd._make_grads(outs, seeds, is_grads_batched=False)  # type: ignore[attr-defined]
+    result = torch.autograd.graph._engine_run_backward(
+        outs,
+        seeds,
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        ins,
+        bool(allow_unused or materialize_grads),
+        accumulate_grad=False,
+    )
+    if materialize_grads:
+        return tuple(
+            torch.zeros(given.shape, dtype=given.dtype, device=given.device) if grad is None else grad
+            for given, grad in zip(ins, result, strict=True)
+        )
+    return tuple(result)
+
+
+@_handles(_method("__setstate__"))
+def _setstate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return access(func, args, kwargs)

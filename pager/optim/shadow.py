@@ -1,0 +1,77 @@
+"""Running a user's optimizer class on other tensors than its own.
+
+A *shadow* is an object of the optimizer's class that never saw ``__init__``: it has the optimizer's attributes, groups with the same
+values, and whatever parameters and state it is given. Its class's ``step``, without torch's profiling and hook wrapper, does to
+those tensors exactly what it would do to the user's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+# Instance attributes that hold hooks; a shadow's must be empty, so that each fires once per user step.
+_HOOK_ATTRIBUTES = tuple(
+    name
+    for name in (
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+    )
+)
+_SHADOW = "_is_pager_shadow"
+
+
+def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The class's own ``step``, a function of ``self``, without the wrapper torch puts around it for hooks."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def is_shadow(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is one of ours (a subclass's step may call its parent's wrapped step on it)."""
+    return bool(optimizer.__dict__.get(_SHADOW, False))
+
+
+def snapshot_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes a shadow starts from, as they are now."""
+    attributes = dict(optimizer.__dict__)
+    attributes.pop("step", None)  # a scheduler's patched bound method
+    for name in _HOOK_ATTRIBUTES:
+        attributes[name] = OrderedDict()
+    attributes[_SHADOW] = True
+    return attributes
+
+
+def snapshot_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a parameter group without its parameters; tensors (a tensor lr) are cloned."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def make_shadow(
+    cls: type[Optimizer],
+    attributes: Mapping[str, Any],
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.Tensor]]],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+) -> Optimizer:
+    """A shadow of ``cls`` over these (group values, parameters) and state dicts (kept by reference)."""
+    shadow: Optimizer = object.__new__(cls)
+    shadow.__dict__.update(attributes)
+    shadow.param_groups = [{**values, "params": list(params)} for values, params in groups]
+    full: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    full.update(state)
+    shadow.state = full
+    return shadow
