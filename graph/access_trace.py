@@ -150,7 +150,7 @@ class AccessTrace:
         """A trace of whole segments from the rows of a capture or a recorder.
 
         ``rows``: structured, with fields tick, segment, write and phase. ``num_pages``: int per segment.
-        ``gradient_of``: int per segment, the segment of its gradient, -1 for none: rows of ``Phase.GRADIENT``,
+        ``gradient_of``: int per segment, the segment of its gradient or -1: rows of ``Phase.GRADIENT``,
         which name the parameter, are turned to it, and left out where there is none. Ticks stay as they are.
         Raises ValueError where leaving rows out leaves a tick empty.
         """

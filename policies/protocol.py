@@ -99,10 +99,9 @@ def choose_victims(order: IntArray, sizes: IntArray, need: int) -> IntArray | No
     num_victims = int(np.searchsorted(freed, need)) + 1
     surplus = int(freed[num_victims - 1]) - need
     taken = np.ones(num_victims, dtype=bool)
-    if surplus > 0:
-        for index in range(num_victims - 2, -1, -1):
-            size = int(sizes[index])
-            if size <= surplus:
-                taken[index] = False
-                surplus -= size
+    for index in range(num_victims - 2, -1, -1):
+        size = int(sizes[index])
+        if size <= surplus:
+            taken[index] = False
+            surplus -= size
     return np.asarray(order[:num_victims], dtype=np.int64)[taken]
