@@ -15,23 +15,22 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
 .PHONY: train test lint format clean
 
-train: $(STAMP)
+train: $(VENV)/.train
 	$(BIN)/pager train $(ARGS)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-lint: $(STAMP)
+lint: $(VENV)/.develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy pager tests
 
-format: $(STAMP)
+format: $(VENV)/.develop
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -39,8 +38,12 @@ clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch first and by itself: the second command then keeps the build that is there instead of choosing one.
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.train: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]"
+	touch $@
+
+$(VENV)/.develop: $(VENV)/.train
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,plot]"
 	touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ settings.load_profile("pager")
 
 # How long a thread that was told to end may take to do so on a loaded machine.
 THREAD_END_SECONDS = 10.0
+
+# A GPU's device files, and files that installed packages hold for the life of the process (matplotlib's fonts).
+KEPT_OPEN = ("/dev/nvidia", "/proc/driver/nvidia", sys.prefix, sys.base_prefix)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,14 +44,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _open_descriptors() -> dict[str, str]:
-    """Descriptor -> what it stands for. A GPU's device files stay open for the life of the process."""
+    """Descriptor -> what it stands for, without what packages keep open on purpose: device files and fonts."""
     descriptors = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:  # the descriptor of this very listing
             continue
-        if not target.startswith(("/dev/nvidia", "/proc/driver/nvidia")):
+        if not target.startswith(KEPT_OPEN):
             descriptors[entry] = target
     return descriptors
 

@@ -66,15 +66,21 @@ def make_parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentPars
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``pager`` with ``argv`` (default: the process's arguments) and return its exit code."""
     try:
-        arguments = make_parser().parse_args(argv)
-        code: int = arguments.run(arguments)
+        code = _run(argv)
         sys.stdout.flush()
-    except SystemExit as exit_:  # argparse: 0 after --help and --version, 2 after wrong use
-        return exit_.code if isinstance(exit_.code, int) else EXIT_USAGE
     except BrokenPipeError:
         # Whoever read our output has gone (`pager ... | head`). The interpreter would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = make_parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+    except SystemExit as exit_:  # argparse: 0 after --help and --version, 2 after wrong use
+        return exit_.code if isinstance(exit_.code, int) else EXIT_USAGE
     except KeyboardInterrupt:
         _complain("interrupted")
         return EXIT_INTERRUPTED

@@ -128,7 +128,7 @@ def _write_plan(handle: Handle, folder: RunFolder) -> None:
     plan = handle.plan
     folder.write_text("plan.txt", f"{plan}\n")
     try:
-        plan.to_json(folder.path / "plan.json")
+        plan.to_json(folder.path / "plan.json", pages=False)
     except OSError as error:
         raise CommandFailed(f"cannot write {folder.path / 'plan.json'}: {error.strerror or error}") from error
 
