@@ -123,7 +123,7 @@ def test_a_chain_of_many_waits_is_no_recursion() -> None:
 def test_early_and_late_give_the_same_bytes_where_the_waits_are_there() -> None:
     results = []
     for streams in ("late", "early"):
-        device = SimulatedDevice(streams)  # type: ignore[arg-type]
+        device = SimulatedDevice(streams)
         a, b = make_pair(device)
         for number in range(5):
             device.h2d.fill(a[number : number + 500], number, writes=Region("device", 0, 1))
