@@ -29,6 +29,8 @@ class Gradients:
         self._mmu = mmu
         # Makes the binding of a parameter's gradient: a segment of the same layout and a place at home for it.
         self._make = make
+        # Counts changes of gradients, so that a repeated step() can be told from a new one.
+        self.generation = 0
 
     def prepare(self, binding: Binding) -> None:
         """Give a parameter that requires a gradient its segment and its hook; idempotent."""
@@ -56,19 +58,20 @@ class Gradients:
         if grad.requires_grad:
             # backward(create_graph=True): the user goes on differentiating it; it is taken at the optimizer step.
             return
-        self._add(binding, grad, fresh=False)
+        self._add(binding, grad)
         binding.set_raw_grad(None)
 
-    def _add(self, binding: Binding, grad: torch.Tensor, *, fresh: bool) -> None:
+    def _add(self, binding: Binding, grad: torch.Tensor) -> None:
         slot = binding.gradient
         assert slot is not None
+        self.generation += 1
         if grad.dtype != slot.segment.dtype:
             raise ConfigError(
                 f"{binding.name}: its gradient is {grad.dtype}, the parameter {slot.segment.dtype}; gradients of another "
                 "dtype cannot be paged"
             )
         engine = self._mmu.engine
-        overwrite = fresh or not engine.has_value(slot.segment)
+        overwrite = not engine.has_value(slot.segment)
         run, view = self._mmu.fault(slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}")
         with torch.no_grad():
             if overwrite:
@@ -77,6 +80,13 @@ class Gradients:
                 view.add_(grad)
         slot.bump_version()
         engine.mark_dirty(run)
+
+    def take_from_graph(self, binding: Binding) -> None:
+        """At the optimizer step: a gradient that still is part of a graph is taken without it."""
+        raw = binding.raw_grad()
+        if raw is not None and binding.gradient is not None:
+            binding.set_raw_grad(None)
+            self._add(binding, raw.detach())
 
     def get(self, binding: Binding) -> torch.Tensor | None:
         """What ``p.grad`` answers: the paged gradient, None, or a gradient that is still part of a graph."""
@@ -98,6 +108,7 @@ class Gradients:
         if self._mmu.finish_pending is not None:
             # An interrupted update still needs the gradients.
             self._mmu.finish_pending()
+        self.generation += 1
         if value is None or slot is None:
             binding.set_raw_grad(value)
             if slot is not None:
@@ -107,4 +118,6 @@ class Gradients:
         binding.set_raw_grad(None)
         if value.requires_grad:
             value = value.detach()
-        self._add(binding, value, fresh=True)
+        # Views of the old gradient keep the old values, as they would after torch's own assignment.
+        self._mmu.engine.discard(slot.segment)
+        self._add(binding, value)

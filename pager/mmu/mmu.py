@@ -41,6 +41,8 @@ class Mmu:
         self.before_access: Callable[[], None] = _nothing
         self.aliases = HomeAliases(self)
         self.gradients: Gradients
+        # Where a segment's next forward use lies in the trace; the order of the optimizer's update.
+        self.update_order: Callable[[int], int] = lambda segment: segment
         self._held: list[torch.Tensor] = []
 
     def bind(self, binding: Binding) -> None:

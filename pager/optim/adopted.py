@@ -1,0 +1,211 @@
+"""An optimizer of the user's whose parameters are paged. The object stays the user's; only its work is redirected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from pager.engine.transfer import EXTENT_BYTES
+from pager.errors import ConfigError
+from pager.mmu import values
+from pager.mmu.binding import Binding
+from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor
+from pager.optim.probe import Cut, ProbeResult, probe
+from pager.optim.update import Update
+
+if TYPE_CHECKING:
+    from pager.address_space import Segment
+    from pager.engine.engine import Engine
+    from pager.mmu.mmu import Mmu
+
+# A unit of the update may fill this share of the arena, so that the next ones can arrive while it is computed.
+_UNIT_SHARE = 4
+# A parameter up to this share is brought in whole for its update, and is then there for the next forward.
+_WHOLE_SHARE = 3
+
+
+class AdoptedOptimizer:
+    """One optimizer over (some of) one managed model's parameters.
+
+    ``new_segment`` makes a segment with a place at its home; ``reserve`` is told of bytes that states will need;
+    ``end_step`` is called when a user's step is over.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        mmu: Mmu,
+        *,
+        new_segment: Callable[..., Segment],
+        end_step: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.mmu = mmu
+        self.engine: Engine = mmu.engine
+        self._new_segment = new_segment
+        self._end_step = end_step
+        self._states: dict[int, dict[str, Binding]] = {}
+        self._probed: dict[Any, ProbeResult] = {}
+        self.update: Update | None = None
+        self._gradients_seen = -1
+        self._hooks: list[Any] = []
+        self._page_existing_state()
+        self._check_groups()
+        from pager.optim import state_dict
+
+        self._hooks += state_dict.install(self)
+
+    # -- what it knows of its parameters -----------------------------------------------------------------------------------
+
+    def binding_of(self, param: torch.Tensor) -> Binding | None:
+        """The parameter's binding, None if it is an ordinary tensor."""
+        if type(param) is not PagedParameter:
+            return None
+        binding = param._pager
+        if binding.mmu is not self.mmu:
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} has parameters of two managed models (such as {binding.name}); use one "
+                "optimizer for each"
+            )
+        return binding
+
+    def bindings(self) -> list[Binding]:
+        """The paged parameters of all groups."""
+        found = [self.binding_of(p) for group in self.optimizer.param_groups for p in group["params"]]
+        return [binding for binding in found if binding is not None]
+
+    def next_use(self, binding: Binding) -> int:
+        """Where the parameter's next use lies, for the order of the update; unknown ones keep the parameters' order."""
+        return self.mmu.update_order(binding.segment.index)
+
+    def _check_groups(self) -> None:
+        """Probe every group; refuse what cannot be paged."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                binding = self.binding_of(param)
+                if binding is not None:
+                    self.probed(group, binding)
+
+    def probed(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
+        """How this optimizer may be cut with these group values. Raises ConfigError for coupled ones."""
+        options = {k: v for k, v in group.items() if isinstance(v, (bool, str, type(None)))}
+        key = (binding.segment.dtype, tuple(sorted(options.items(), key=lambda item: item[0])))
+        found = self._probed.get(key)
+        if found is None:
+            plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            state = self.optimizer.state.get(binding.tensor, {})
+            found = probe(
+                self.optimizer, plain, binding.segment.dtype, self.engine.device.torch_device, state, binding.segment.size
+            )
+            if found.cut is Cut.COUPLED:
+                raise ConfigError(
+                    f"{type(self.optimizer).__name__} cannot be managed: stepping tensors one at a time gives other bits than "
+                    "all together (it couples tensors, or draws random numbers), so it cannot run in pieces. Use an "
+                    "optimizer that treats each tensor by itself."
+                )
+            self._probed[key] = found
+        return found
+
+    def unit_elements(self, binding: Binding, probed: ProbeResult) -> int:
+        """Elements of a slice: aligned to pages in every dtype involved, small enough that several fit the device."""
+        segment = binding.segment
+        sizes = [segment.dtype.itemsize] * 2 + [dtype.itemsize for dtype in probed.state_dtypes.values()]
+        align = segment.page_size // min(sizes)
+        room = self.engine.arena.capacity_bytes // _UNIT_SHARE // sum(sizes)
+        wanted = min(room, EXTENT_BYTES // segment.dtype.itemsize)
+        return max(wanted // align, 1) * align
+
+    def keeps_whole(self, segment: Segment) -> bool:
+        """Whether a parameter is small enough to be brought in whole for its update."""
+        return segment.num_pages * segment.page_size <= self.engine.arena.capacity_bytes // _WHOLE_SHARE
+
+    # -- state -------------------------------------------------------------------------------------------------------------
+
+    def paged_states(self, binding: Binding) -> dict[str, Binding]:
+        """The parameter's paged states by key; do not change it."""
+        return self._states.setdefault(binding.segment.index, {})
+
+    def make_state(self, binding: Binding, key: str, dtype: torch.dtype) -> Binding:
+        """The binding of a state shaped like the parameter, made if need be."""
+        states = self.paged_states(binding)
+        state = states.get(key)
+        if state is not None and state.segment.dtype == dtype:
+            return state
+        if state is not None:
+            self.engine.discard(state.segment)
+        segment = self._new_segment(
+            name=f"{binding.name}.{key}", kind="state", size=binding.segment.size, stride=binding.segment.stride, dtype=dtype
+        )
+        tensor = torch.empty(0, dtype=dtype, device=self.engine.device.torch_device)
+        state = Binding(self.mmu, segment, tensor, torch.Tensor)
+        self.mmu.bind(state)
+        page_tensor(state, PagedTensor)
+        states[key] = state
+        return state
+
+    def is_param_shaped(self, binding: Binding, value: Any) -> bool:
+        """Whether a state value is paged: a tensor of the parameter's shape."""
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == binding.segment.size
+
+    def page_state(self, binding: Binding, key: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Move an ordinary state tensor into pages; the paged tensor that stands for it."""
+        state = self.make_state(binding, key, dtype)
+        values.store(self.mmu, state, value.to(dtype))
+        return state.tensor
+
+    def _page_existing_state(self) -> None:
+        for binding in self.bindings():
+            state = self.optimizer.state.get(binding.tensor)
+            if not state:
+                continue
+            for key, value in state.items():
+                if self.is_param_shaped(binding, value) and type(value) is not PagedTensor:
+                    state[key] = self.page_state(binding, key, value, value.dtype)
+                elif isinstance(value, torch.Tensor) and value.dim() > 0:
+                    state[key] = value.to(self.engine.device.torch_device)
+
+    # -- a step ------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The user called ``step()``: remember the values it begins with. An interrupted step is taken up again."""
+        if self.update is not None and self.mmu.gradients.generation != self._gradients_seen:
+            self.finish()
+            self.update = None
+        if self.update is None:
+            self.engine.raise_failure()
+            self.update = Update(self)
+            self._gradients_seen = self.mmu.gradients.generation
+            with self.engine.lock:
+                self.engine.timeline.begin_update()
+
+    def finish(self) -> None:
+        """Carry the step under way to its end."""
+        update = self.update
+        if update is None or not update.todo:
+            return
+        pending, self.mmu.finish_pending = self.mmu.finish_pending, None
+        try:
+            update.finish()
+        except BaseException:
+            self.mmu.finish_pending = pending or self.finish
+            raise
+
+    def end_step(self) -> None:
+        """``step()`` is over: everything is updated."""
+        self.finish()
+        self.update = None
+        self._end_step()
+
+    def close(self, tensor_of: Callable[[Binding], torch.Tensor]) -> None:
+        """Give the optimizer ordinary state tensors again and take our hooks off."""
+        self.finish()
+        for hook in self._hooks:
+            hook.remove()
+        for binding in self.bindings():
+            state = self.optimizer.state.get(binding.tensor, {})
+            for key, value in state.items():
+                if type(value) is PagedTensor:
+                    state[key] = tensor_of(value._pager)

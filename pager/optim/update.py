@@ -1,0 +1,306 @@
+"""The optimizer step, paged like everything else.
+
+The problem: a step reads and writes parameters, gradients and states, together several times the device. And it is the one place
+where half of the work is worse than none of it.
+
+The protocol. A step is a list of *units*, ordered by when the next forward needs their parameters. A unit is a slice of a
+parameter with the same slice of its gradient and states (or whole tensors, where the optimizer cannot be cut; or all the small
+tensors together). Each unit goes through
+
+1. acquire    its pages, by the same engine as any access; pagerd has them on the way
+2. stage      copies of parameter and states
+3. compute    the user's optimizer class steps on the copies (`pager.optim.shadow`)
+4. commit     the results are copied into the pages, which are dirty from then on
+5. done
+
+An exception or an interrupt before 4 leaves the unit as if it never began; in 4 the staged results are committed again. So a
+step that was interrupted is finished later from where it stood, with the gradients and group values it began with, and never
+repeated. The copies cost device bandwidth (terabytes a second) where the link (tens of gigabytes) is the wall.
+
+Per-parameter values that are not shaped like the parameter (Adam's ``step``) start from the same value in each slice; the
+parameter's state dict is replaced when its last unit is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pager.graph.access_trace import Phase
+from pager.mmu.binding import Binding, strided_view
+from pager.optim.probe import Cut
+from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes, snapshot_group
+from pager.units import ceil_div
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from pager.address_space import Segment
+    from pager.engine.engine import Engine
+    from pager.engine.run import Run
+    from pager.optim.adopted import AdoptedOptimizer
+
+class Update:
+    """One step of one optimizer: the values it began with, and the units still to do."""
+
+    def __init__(self, adopted: AdoptedOptimizer) -> None:
+        optimizer = adopted.optimizer
+        self.adopted = adopted
+        self.optimizer_class: type[Optimizer] = type(optimizer)
+        self.step = raw_step(optimizer)
+        self.attributes = snapshot_attributes(optimizer)
+        self.groups = [snapshot_group(group) for group in optimizer.param_groups]
+        self.todo: deque[_SmallUnit | _PagedUnit] = deque(self._units())
+
+    def _units(self) -> list[_SmallUnit | _PagedUnit]:
+        adopted = self.adopted
+        small = _SmallUnit()
+        paged: list[tuple[int, int, Binding]] = []
+        for group_index, group in enumerate(adopted.optimizer.param_groups):
+            for param in group["params"]:
+                binding = adopted.binding_of(param)
+                if binding is None:
+                    if param.grad is not None:
+                        small.members.append((group_index, param))
+                    continue
+                binding.mmu.gradients.take_from_graph(binding)
+                slot = binding.gradient
+                if slot is not None and adopted.engine.has_value(slot.segment):
+                    paged.append((adopted.next_use(binding), group_index, binding))
+        units: list[_SmallUnit | _PagedUnit] = [small] if small.members else []
+        for _, group_index, binding in sorted(paged, key=lambda item: item[0]):
+            units.extend(self._cut(group_index, binding))
+        return units
+
+    def _cut(self, group_index: int, binding: Binding) -> list[_PagedUnit]:
+        adopted = self.adopted
+        segment = binding.segment
+        probed = adopted.probed(self.groups[group_index], binding)
+        progress = _Progress(binding, group_index)
+        if probed.cut is not Cut.SLICEABLE or not segment.dense:
+            progress.num_units = 1
+            return [_PagedUnit(progress, 0, segment.num_elements, sliced=False)]
+        per_unit = adopted.unit_elements(binding, probed)
+        starts = range(0, segment.num_elements, per_unit)
+        progress.num_units = len(starts)
+        return [
+            _PagedUnit(progress, begin, min(begin + per_unit, segment.num_elements), sliced=True) for begin in starts
+        ]
+
+    def finish(self) -> None:
+        """Do what is left to do. May be called again after an exception."""
+        with torch.no_grad():
+            while self.todo:
+                self.todo[0].run(self)
+                self.todo.popleft()
+
+    def run_class(
+        self, group_index: int, params: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Step the user's class on these tensors (their ``.grad`` set); the state dicts it leaves."""
+        shadow = make_shadow(
+            self.optimizer_class,
+            self.attributes,
+            [(snapshot_group(self.groups[group_index]), params)],
+            dict(zip(params, states, strict=True)),
+        )
+        self.step(shadow)
+        return [shadow.state[param] for param in params]
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """What the units of one parameter share."""
+
+    binding: Binding
+    group_index: int
+    num_units: int = 0
+    done: set[int] = field(default_factory=set)
+    state: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _SmallUnit:
+    """All tensors under a page: ordinary tensors, stepped in one call per group as torch would."""
+
+    members: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    staged: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] | None = None
+
+    def run(self, update: Update) -> None:
+        if self.staged is None:
+            self.staged = self._compute(update)
+        for param, result, state in self.staged:
+            param.copy_(result)
+            _commit_small_state(update.adopted.optimizer.state[param], state)
+
+    def _compute(self, update: Update) -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+        staged = []
+        for group_index in dict.fromkeys(index for index, _ in self.members):
+            params = [param for index, param in self.members if index == group_index]
+            copies = []
+            for param in params:
+                copy = param.detach().clone().requires_grad_(True)
+                copy.grad = param.grad
+                copies.append(copy)
+            states = [_cloned(update.adopted.optimizer.state.get(param, {})) for param in params]
+            new_states = update.run_class(group_index, copies, states)
+            staged += list(zip(params, [copy.detach() for copy in copies], new_states, strict=True))
+        return staged
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _commit_small_state(live: dict[str, Any], new: dict[str, Any]) -> None:
+    """Write results into the user's state tensors where they exist: torch updates them in place."""
+    for key, value in new.items():
+        old = live.get(key)
+        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
+            old.copy_(value)
+        else:
+            live[key] = value
+
+
+class _PagedUnit:
+    """Elements [begin, end) of a paged parameter, in the order of its storage; or all of it, in its shape."""
+
+    __slots__ = ("begin", "end", "progress", "sliced", "staged")
+
+    def __init__(self, progress: _Progress, begin: int, end: int, *, sliced: bool) -> None:
+        self.progress = progress
+        self.begin = begin
+        self.end = end
+        self.sliced = sliced
+        self.staged: tuple[torch.Tensor, dict[str, Any]] | None = None
+
+    def run(self, update: Update) -> None:
+        adopted = update.adopted
+        binding = self.progress.binding
+        assert binding.gradient is not None
+        states = adopted.paged_states(binding)
+        keep_whole = adopted.keeps_whole(binding.segment)
+        wanted = [
+            self._range(binding.segment, whole=keep_whole),
+            self._range(binding.gradient.segment),
+            *(self._range(state.segment, overwrite=self._is_new(adopted.engine, state.segment)) for state in states.values()),
+        ]
+        engine = adopted.engine
+        with engine.lock:
+            engine.timeline.new_tick()
+            for segment, first, num_pages, _ in wanted:
+                engine.timeline.access(segment.index, first, num_pages, write=True, phase=Phase.UPDATE)
+        runs = engine.acquire_all(wanted, f"the update of {binding.name}")
+        leases = [engine.lease(run) for run in runs]
+        try:
+            views = [
+                self._view(lease, run, segment)
+                for lease, run, (segment, *_) in zip(leases, runs, wanted, strict=True)
+            ]
+            if self.staged is None:
+                grad_version = views[1]._version
+                self.staged = self._compute(update, views[0], views[1], dict(zip(states, views[2:], strict=True)))
+                if views[1]._version != grad_version:
+                    engine.mark_dirty(runs[1])  # the optimizer wrote to the gradient
+            self._commit(update, runs, views, dict(zip(states, range(2, len(runs)), strict=True)))
+        finally:
+            leases.clear()
+        self._done(update)
+
+    def _is_new(self, engine: Engine, segment: Segment) -> bool:
+        first, num_pages = self._pages(segment)
+        begin = segment.first_page + first
+        return not engine.table.has_value(begin, begin + num_pages)
+
+    def _pages(self, segment: Segment) -> tuple[int, int]:
+        if not self.sliced:
+            return 0, segment.num_pages
+        first = self.begin * segment.dtype.itemsize // segment.page_size
+        return first, ceil_div((self.end - self.begin) * segment.dtype.itemsize, segment.page_size)
+
+    def _range(self, segment: Segment, *, overwrite: bool = False, whole: bool = False) -> tuple[Segment, int, int, bool]:
+        first, num_pages = (0, segment.num_pages) if whole else self._pages(segment)
+        return segment, first, num_pages, overwrite
+
+    def _view(self, lease: torch.Tensor, run: Run, segment: Segment) -> torch.Tensor:
+        storage = lease.untyped_storage()
+        if not self.sliced:
+            return strided_view(storage, segment.dtype, segment.size, segment.stride)
+        offset = self.begin - run.first * segment.page_size // segment.dtype.itemsize
+        return strided_view(storage, segment.dtype, torch.Size((self.end - self.begin,)), (1,), offset)
+
+    def _compute(
+        self, update: Update, param: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        binding = self.progress.binding
+        copy = param.clone().requires_grad_(True)
+        copy.grad = grad
+        state: dict[str, Any] = {}
+        live = update.adopted.optimizer.state.get(binding.tensor, {})
+        paged = update.adopted.paged_states(binding)
+        for key, value in live.items():
+            if key in paged:
+                state[key] = states[key].clone()
+            else:
+                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        new_state = update.run_class(self.progress.group_index, [copy], [state])[0]
+        return copy.detach(), new_state
+
+    def _commit(
+        self, update: Update, runs: list[Run], views: list[torch.Tensor], places: dict[str, int]
+    ) -> None:
+        assert self.staged is not None
+        adopted = update.adopted
+        engine = adopted.engine
+        binding = self.progress.binding
+        result, new_state = self.staged
+        views[0].copy_(result)
+        binding.bump_version()
+        engine.mark_dirty(runs[0])
+        for key, value in new_state.items():
+            if not isinstance(value, torch.Tensor) or value.shape != result.shape or value.dim() == 0:
+                continue
+            if key in places:
+                view, run = views[places[key]], runs[places[key]]
+            else:
+                state = adopted.make_state(binding, key, value.dtype)
+                wanted = self._range(state.segment, overwrite=True)
+                run = engine.acquire_all([wanted], f"the update of {binding.name}")[0]
+                view = self._view(engine.lease(run), run, state.segment)
+            view.copy_(value)
+            engine.mark_dirty(run)
+
+    def _done(self, update: Update) -> None:
+        """Count the unit; with the last one the parameter's state dict becomes the new one."""
+        assert self.staged is not None
+        progress = self.progress
+        result, new_state = self.staged
+        if progress.state is None:
+            paged = update.adopted.paged_states(progress.binding)
+            progress.state = {
+                key: paged[key].tensor
+                if isinstance(value, torch.Tensor) and value.shape == result.shape and value.dim()
+                else value
+                for key, value in new_state.items()
+            }
+        progress.done.add(self.begin)
+        if len(progress.done) == progress.num_units:
+            live = update.adopted.optimizer.state[progress.binding.tensor]
+            _commit_state(live, progress.state)
+
+
+def _commit_state(live: dict[str, Any], new: dict[str, Any]) -> None:
+    for key, value in new.items():
+        old = live.get(key)
+        if old is value:
+            continue
+        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and type(old) is torch.Tensor:
+            # Adam's step is updated in place; a scheduler or logger may hold the tensor.
+            if old.shape == value.shape and old.dtype == value.dtype and old.device == value.device:
+                old.copy_(value)
+                continue
+        live[key] = value
