@@ -309,13 +309,14 @@ def make_device(
     streams: Literal["late", "early"] = "late",
     check_races: bool | None = None,
     skip_wait: SkipWait | None = None,
+    lazy_compute: bool = False,
 ) -> Device:
     """The device named by ``spec``: ``"auto"``, ``"cuda"``, ``"cuda:1"`` or ``"cpu"`` (the simulated device).
 
-    ``"auto"`` is CUDA where there is a usable GPU. ``streams`` says when simulated streams run their work and
-    ``skip_wait`` leaves waits out in control tests; a CUDA device takes neither. ``check_races`` switches the
-    happens-before checker (None: on for the simulated device, off on CUDA). Raises ConfigError for other text
-    and for a GPU that is not there.
+    ``"auto"`` is CUDA where there is a usable GPU. ``streams`` and ``lazy_compute`` (see `simulated`) say
+    when simulated streams run their work and ``skip_wait`` leaves waits out in control tests; a CUDA device
+    takes none of them. ``check_races`` switches the happens-before checker (None: on for the simulated
+    device, off on CUDA). Raises ConfigError for other text and for a GPU that is not there.
     """
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
     if match is None:
@@ -324,7 +325,9 @@ def make_device(
 
     num_gpus = cuda.num_devices()
     if spec == "cpu" or (spec == "auto" and num_gpus == 0):
-        return simulated.SimulatedDevice(streams, check_races=check_races is not False, skip_wait=skip_wait)
+        return simulated.SimulatedDevice(
+            streams, check_races=check_races is not False, skip_wait=skip_wait, lazy_compute=lazy_compute
+        )
     if num_gpus == 0:
         raise ConfigError(
             f"device is {spec!r}, but torch {torch.__version__} sees no CUDA device; "

@@ -1,14 +1,15 @@
 """CUDA behind the runtime's view of a device. The only file that touches ``torch.cuda``.
 
 Streams and events are torch's; a copy is ``copy_(non_blocking=True)`` under a stream, which does not block
-the host as long as the host side is page-locked. No `record_stream`: slabs are ours for as long as the arena
-lives, and who may reuse a frame when is decided by events. Streams are made with the default priority.
-Page-locking goes through ``cudaHostRegister`` on memory that is already there, since ``pin_memory=True``
-rounds up to a power of two and takes four times as long (DESIGN, section 5).
+the host as long as the host side is page-locked. No `record_stream` per copy: slabs are ours for as long as
+the arena lives, and who may reuse a frame when is decided by events. Streams are made with the default
+priority. Page-locking goes through ``cudaHostRegister`` on memory that is already there, since
+``pin_memory=True`` rounds up to a power of two and takes four times as long (DESIGN, section 5).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -181,6 +182,14 @@ class CudaDevice(Device):
         if num_bytes <= 0:
             raise ValueError(f"a slab of {num_bytes} bytes")
         slab = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        # torch hands out memory that kernels of the current stream may still be using, since later work of
+        # that stream comes after them. Ours is used on other streams: so they wait, and torch is told to ask
+        # them before it hands the slab to somebody else.
+        ready = self.current_stream().record()
+        for stream in (self.h2d, self.d2h):
+            assert isinstance(stream, CudaStream)
+            stream.wait(ready)
+            slab.record_stream(stream.native)
         if slab.data_ptr() % SLAB_ALIGNMENT:
             raise TierError(f"torch's allocator gave memory that is not {SLAB_ALIGNMENT}-byte aligned")
         return slab
@@ -216,6 +225,10 @@ class CudaDevice(Device):
         with torch.cuda.device(self.torch_device):
             status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         if int(status) != 0:
+            # The refusal stays behind as CUDA's last error, which torch would report as that of its next
+            # kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self.torch_device)
             raise TierError(f"cudaHostRegister refused {format_bytes(num_bytes)}: CUDA error {int(status)}")
         self._registered.add(address)
 
@@ -265,11 +278,12 @@ def _nvml_process_bytes(uuid: str) -> int | None:
         try:
             # By uuid: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's.
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                    return int(process.usedGpuMemory)
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            # In a container NVML counts the host's process ids; but we hold a context, so a single one is
+            # ours.
+            own = [process for process in processes if process.pid == os.getpid() or len(processes) == 1]
+            return None if not own or own[0].usedGpuMemory is None else int(own[0].usedGpuMemory)
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
-    return None

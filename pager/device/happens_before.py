@@ -14,9 +14,9 @@ count as one: they have locks of their own, which are not our business).
 2. ``record`` copies the stream's clock into the event and opens a new epoch on the stream, so that what the
    stream does afterwards is not taken for what the event covers. A wait takes the larger of both numbers,
    entry by entry.
-3. Work is enqueued by the host, so it starts after all that the host knows to be over: enqueueing merges the
-   host's clock into the stream's and opens a new epoch of the host. The other direction needs the host to
-   wait for an event, or to be told by ``query`` that it is over.
+3. Work is enqueued by the host, so it starts after all that the host did and knows to be over: enqueueing
+   merges the host's clock into the stream's. That is also why the host needs no second epoch. The other
+   direction needs the host to wait for an event, or to be told by ``query`` that it is over.
 4. For each frame the last write (actor, epoch) is kept, and of each actor the epoch of its last read. An
    access by A is ordered after an earlier one by B in epoch e exactly if A's clock says at least e for B. A
    read has to be ordered after the last write, a write after the last write and after the last read of every
@@ -116,7 +116,6 @@ class HappensBefore:
             self._clocks[-1][-1] = 1
         self._names[actor] = stream.name
         self._merge(actor, self._clocks[_HOST])
-        self._clocks[_HOST][_HOST] += 1
         return actor
 
     def _merge(self, actor: int, other: Clock) -> None:
