@@ -41,6 +41,23 @@ def test_two_streams_race_exactly_if_they_overlap_and_one_writes(
         assert num_checked(device) == 2
 
 
+def test_both_sides_of_a_copy_are_accesses() -> None:
+    device = make_device()
+    slab = device.allocate_slab(1024)
+    frame, home = Region("device", 0, 1), Region("host", 0, 1)
+    device.h2d.copy(slab[:512], slab[512:], reads=home, writes=frame)
+    with pytest.raises(
+        RaceError, match="device frames 0 .* copy on d2h reads .* after the copy on h2d that wrote"
+    ):
+        device.d2h.copy(slab[:512], slab[512:], reads=frame, writes=None)
+    with pytest.raises(
+        RaceError, match="host frames 0 .* copy on d2h writes .* after the copy on h2d that read"
+    ):
+        device.d2h.copy(slab[:512], slab[512:], reads=None, writes=home)
+    device.d2h.copy(slab[:512], slab[512:], reads=home, writes=None)
+    assert num_checked(device) == 2
+
+
 @pytest.mark.parametrize("write", [True, False])
 def test_a_wait_orders(write: bool) -> None:
     device = make_device()
