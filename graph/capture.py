@@ -89,12 +89,12 @@ class TracedFakeParameter(Traced, FakeTensor):
 
 
 @functools.cache
-def _is_view(func: torch._ops.OpOverload) -> bool:
+def is_view(func: torch._ops.OpOverload) -> bool:
     aliases = [r.alias_info for r in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _num_bytes(tensors: Iterable[Any]) -> int:
+def num_bytes(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
@@ -144,7 +144,7 @@ class StepMeter(TorchDispatchMode):
         return result
 
     def _run_real(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not _is_view(func) and not func._schema.is_mutable:
+        if not is_view(func) and not func._schema.is_mutable:
             on_meta = dict(kwargs)
             if any(argument.name == "device" for argument in func._schema.arguments):
                 on_meta["device"] = torch.device("meta")
@@ -152,7 +152,7 @@ class StepMeter(TorchDispatchMode):
             # Some results have a size that depends on values (nonzero): those can only be run.
             with contextlib.suppress(Exception):
                 shapes = func(*meta_args, **meta_kwargs)
-                if _num_bytes(tree_leaves(shapes)) > REAL_LIMIT_BYTES:
+                if num_bytes(tree_leaves(shapes)) > REAL_LIMIT_BYTES:
                     return shapes
         result = func(*args, **kwargs)
         self._track(t for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_meta)
@@ -162,7 +162,7 @@ class StepMeter(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
         outputs = tree_leaves(result)
-        moved = 0 if _is_view(func) else _num_bytes(outputs) + _num_bytes(tree_leaves((args, kwargs)))
+        moved = 0 if is_view(func) else num_bytes(outputs) + num_bytes(tree_leaves((args, kwargs)))
         if self.flops:
             self.flops[-1] += flops
             self.moved_bytes[-1] += moved
@@ -203,14 +203,14 @@ class _DataFreeCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _empty_twin(tensor: Tensor, device: torch.device) -> Tensor:
+def empty_twin(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor without data, from metadata alone."""
     twin = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
     return twin.requires_grad_(tensor.requires_grad)
 
 
 def _empty_meta(tensor: Tensor) -> Tensor:
-    return _empty_twin(tensor, torch.device("meta"))
+    return empty_twin(tensor, torch.device("meta"))
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _make_twin(
+def make_twin(
     model: nn.Module,
     managed: Mapping[nn.Parameter, int],
     inputs: tuple[Any, Any],
@@ -300,7 +300,7 @@ def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Random generators as before, no warning twice, no compilation of the twin."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     with contextlib.ExitStack() as stack:
@@ -343,14 +343,14 @@ def _try_rung(
 
         def fake_twin(tensor: Tensor) -> Tensor:
             with fake_mode:
-                return _empty_twin(tensor, device)
+                return empty_twin(tensor, device)
 
         make = empty = fake_twin
     meter = StepMeter(real_tensors=way == "meta")
     refuse = functools.partial(_refuse_on_meta, device)
     recorder = AccessRecorder(meter.begin_tick, refuse if way == "meta" else lambda func: None)
     traced_class = TracedParameter if way == "meta" else TracedFakeParameter
-    twin, args, kwargs, parameters = _make_twin(model, managed, inputs, make, empty, shared)
+    twin, args, kwargs, parameters = make_twin(model, managed, inputs, make, empty, shared)
     meter.ignore([*(p for p, _ in parameters), *twin.buffers(), *tree_leaves((args, kwargs))])
     for parameter, segment in parameters:
         if segment is not None:
@@ -405,7 +405,7 @@ def capture(
     reasons: list[str] = []
     for way, where in attempts:
         try:
-            with _undisturbed():
+            with undisturbed():
                 reason = "; ".join(reasons) or None
                 result = _try_rung(way, reason, model, managed, inputs, where, shared)
         except Exception as error:
