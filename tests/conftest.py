@@ -20,7 +20,7 @@ settings.load_profile("pager")
 # How long a thread that was told to end may take to do so on a loaded machine.
 THREAD_END_SECONDS = 10.0
 
-# A GPU's device files, and files that installed packages hold for the life of the process (matplotlib's fonts).
+# Device files of a GPU, and files that installed packages keep for the life of the process (fonts).
 KEPT_OPEN = ("/dev/nvidia", "/proc/driver/nvidia", sys.prefix, sys.base_prefix)
 
 
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _open_descriptors() -> dict[str, str]:
-    """Descriptor -> what it stands for, without what packages keep open on purpose: device files and fonts."""
+    """Descriptor -> what it stands for, without what is kept open on purpose (device files, fonts)."""
     descriptors = {}
     for entry in os.listdir("/proc/self/fd"):
         try:

@@ -58,7 +58,7 @@ def test_an_input_output_error_keeps_errno_and_file() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="NoSuchError"):
-        _ = errors.NoSuchError
+        _ = getattr(errors, "NoSuch" + "Error")
 
 
 def test_the_errors_cost_no_torch_until_the_budget_error_is_wanted() -> None:

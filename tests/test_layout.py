@@ -178,7 +178,7 @@ def test_modules_do_not_import_in_circles() -> None:
 
 
 def _top_level_imports(path: Path) -> set[str]:
-    lines = set()
+    lines: set[int] = set()
     for node in _tree(path).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
@@ -275,7 +275,7 @@ def test_an_unknown_name_of_the_face_is_an_attribute_error() -> None:
     import pager
 
     with pytest.raises(AttributeError, match="module 'pager' has no attribute 'mange'"):
-        _ = pager.mange  # type: ignore[attr-defined]
+        _ = pager.mange
 
 
 @pytest.mark.parametrize(

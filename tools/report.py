@@ -96,11 +96,17 @@ def _share(part: float, whole: float) -> str:
 
 
 def plot_resident(
-    path: Path, history: Sequence[tuple[float, int]], *, budget_bytes: int, title: str
+    path: Path,
+    history: Sequence[tuple[float, int]],
+    *,
+    budget_bytes: int,
+    title: str,
+    closeup_seconds: float = 0.0,
 ) -> str | None:
     """Draw resident device memory over time with its budget into the PNG ``path``.
 
-    ``history`` holds (seconds, bytes) samples. Returns None, or in words why there is no plot.
+    ``history`` holds (seconds, bytes) samples. A second panel shows the last ``closeup_seconds``, where the
+    teeth of a long run can be told apart. Returns None, or in words why there is no plot.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return (
@@ -112,17 +118,26 @@ def plot_resident(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    mebibyte = 2**20
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    end = history[-1][0]
+    panels = [("", history)]
+    if 0 < closeup_seconds < end - history[0][0]:
+        last = [sample for sample in history if sample[0] >= end - closeup_seconds]
+        panels.append((f", the last {closeup_seconds:.2g} s", last))
+    figure = Figure(figsize=(10, 4 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    seconds = [sample[0] for sample in history]
-    resident = [sample[1] / mebibyte for sample in history]
+    for number, (suffix, samples) in enumerate(panels, start=1):
+        _draw_resident(figure.add_subplot(len(panels), 1, number), samples, budget_bytes, title + suffix)
+    figure.savefig(path, dpi=110)
+    return None
+
+
+def _draw_resident(axes: Any, samples: Sequence[tuple[float, int]], budget_bytes: int, title: str) -> None:
+    mebibyte = 2**20
+    seconds = [sample[0] for sample in samples]
+    resident = [sample[1] / mebibyte for sample in samples]
     axes.fill_between(seconds, resident, step="post", alpha=0.25, color="tab:blue", linewidth=0)
     axes.step(seconds, resident, where="post", linewidth=0.8, color="tab:blue", label="resident")
     axes.axhline(budget_bytes / mebibyte, color="tab:red", linestyle="--", linewidth=1.2, label="budget")
     axes.set(xlabel="seconds", ylabel="device memory (MiB)", title=title, ylim=(0, None))
     axes.margins(x=0)
     axes.legend(loc="lower right")
-    figure.savefig(path, dpi=110)
-    return None

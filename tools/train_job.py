@@ -37,6 +37,9 @@ EXIT_INTERRUPTED = 130
 # A model this large is drawn on the device segment by segment instead of in host memory first.
 META_PARAMETERS = 2**30
 
+# The close-up of the plot: few enough steps to tell them apart, enough to see that they repeat.
+PLOTTED_STEPS = 4
+
 
 def run_job(job: Job) -> int:
     """Train as ``job`` says; returns the exit code of ``pager train``.
@@ -158,6 +161,7 @@ def _write_results(job: Job, record: TrainingRecord, status: str, handle: Handle
             history,
             budget_bytes=statistics.device_budget_bytes,
             title=f"{job.model}: resident device memory",
+            closeup_seconds=sum(record.step_seconds[-PLOTTED_STEPS:]),
         )
     finally:
         _say(f"\n{table}\n")

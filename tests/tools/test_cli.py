@@ -35,7 +35,7 @@ def raising(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
         run=run,
     )
     command = cli.Command(name="sample", help="for tests", module="pager.tools.sample")
-    monkeypatch.setitem(sys.modules, "pager.tools.sample", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pager.tools.sample", module)
     monkeypatch.setattr(cli.make_parser, "__defaults__", ((command,),))
     return Raising
 

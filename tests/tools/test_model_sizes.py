@@ -13,7 +13,7 @@ from pager.tools.errors import InputError
 from pager.tools.language_model import DecoderModel
 from pager.tools.model_sizes import PRESETS, ModelSizes, load_sizes, num_parameters
 
-SIZES = {"hidden": 32, "layers": 2, "heads": 4, "ffn": 48}
+SIZES: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "ffn": 48}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -103,6 +103,19 @@ def test_the_plot_shows_the_sawtooth_and_the_budget(tmp_path: Path) -> None:
     assert np.ptp(blue_rows) > height / 2
 
 
+def test_a_long_run_gets_a_closeup_of_its_end(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    history = [(0.01 * i, (i % 50) * MEBIBYTE // 5) for i in range(500)]
+    shapes = []
+    for closeup_seconds in (0.0, 1.0, 100.0):  # none, one, and one that would show everything again
+        path = tmp_path / f"{closeup_seconds}.png"
+        plot_resident(path, history, budget_bytes=1, title="tiny", closeup_seconds=closeup_seconds)
+        shapes.append(np.asarray(imread(path)).shape[:2])
+    assert shapes[0] == shapes[2]
+    assert shapes[1] == (2 * shapes[0][0], shapes[0][1])
+
+
 def test_without_matplotlib_the_run_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

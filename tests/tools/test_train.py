@@ -213,7 +213,7 @@ def test_an_own_text_and_an_own_model_are_trained(tmp_path: Path) -> None:
     sizes.write_text("{hidden: 192, layers: 1, heads: 4, ffn: 256, checkpoint: true}")
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 100)
-    options = ["--model", str(sizes), "--text", str(text), "--steps", "25", "--lr", "0.003", "--batch", "4"]
+    options = ["--model", str(sizes), "--text", str(text), "--steps", "20", "--lr", "0.003", "--seq", "32"]
     assert main(["train", "--device", "cpu", "--out", str(tmp_path / "runs"), "--check", *options]) == 0
     losses = read_json(the_folder(tmp_path / "runs") / "losses.json")["losses"]
     assert losses[-1] < 1.0 < 5.0 < losses[0]
@@ -249,7 +249,7 @@ def test_ctrl_c_leaves_the_results_so_far(
 
 def test_an_error_leaves_the_results_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = DecoderModel.forward
-    failing = []
+    failing: list[bool] = []
 
     def forward(self: DecoderModel, *arguments: torch.Tensor) -> torch.Tensor:
         if failing:

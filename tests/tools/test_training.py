@@ -48,7 +48,12 @@ def run_steps(model: nn.Module, steps: int, on_step: Callable[[float, float], bo
 
 def test_a_training_records_each_step_and_learns() -> None:
     seen: list[float] = []
-    record = run_steps(Regression(), 5, lambda loss, seconds: seen.append(loss) is None)
+
+    def on_step(loss: float, seconds: float) -> bool:
+        seen.append(loss)
+        return True
+
+    record = run_steps(Regression(), 5, on_step)
     assert record.losses == seen
     assert len(record.step_seconds) == 5
     assert record.seconds == sum(record.step_seconds) > 0
