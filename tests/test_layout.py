@@ -34,12 +34,12 @@ EXPORTED = {
 
 # Inside pager/ an import goes to the same or an earlier row, never to a later one.
 LAYERS = (
-    ("errors", "units", "config", "statistics"),
+    ("errors", "units", "config", "statistics", "host_limit"),
     ("address_space", "page_table"),
     ("tiers", "device"),
-    ("engine",),
+    ("engine", "homes"),
     ("mmu",),
-    ("optim",),
+    ("optim", "model_checks"),
     ("api",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
