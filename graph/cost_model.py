@@ -6,7 +6,8 @@ order the work; measured seconds replace them as soon as there are any.
 
 Bytes come from carrying the trace out: ``simulate_step`` walks over the ticks with a policy object that is
 handed in (anything with the four methods of ``pager.policies.protocol.EvictionPolicy``), brings in what is
-absent, evicts what the policy ranks first, and counts in the last of two steps, when the cycle has closed.
+absent, evicts what the policy ranks first, and counts in the second of two steps: the first one starts from
+an empty device.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def oracle_belady(keys: list[int], budget: int, period: int) -> list[bool]:
         if key in held:
             continue
         if len(held) == budget:
-            future = {}
+            future: dict[int, int] = {}
             for ahead in range(now + 1, now + period + 1):
                 future.setdefault(keys[ahead % period], ahead)
             held.remove(max(held, key=lambda resident: (future[resident], resident)))
