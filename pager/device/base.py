@@ -237,6 +237,17 @@ class Device(ABC):
         """Give what torch's allocator caches but nobody uses back to the device."""
 
     @abstractmethod
+    def allocator_bytes(self) -> int:
+        """Bytes torch's allocator has reserved on the device now; 0 if simulated."""
+
+    @abstractmethod
+    def limit_allocator(self, num_bytes: int | None) -> None:
+        """Let torch's allocator reserve at most ``num_bytes``: beyond that it raises its out-of-memory error.
+
+        None takes the limit off. Does nothing if simulated.
+        """
+
+    @abstractmethod
     def allocator_peak_bytes(self) -> int:
         """Most bytes torch's allocator has reserved on the device since the last reset; 0 if simulated."""
 
@@ -247,6 +258,10 @@ class Device(ABC):
     @abstractmethod
     def num_out_of_memory(self) -> int:
         """How often torch's allocator raised an out-of-memory error in this process; 0 if simulated."""
+
+    @abstractmethod
+    def measure_bandwidth(self, num_bytes: int) -> float:
+        """Bytes per second of copies of ``num_bytes`` from page-locked host memory to the device; waits for them."""
 
     @abstractmethod
     def drain_stall_seconds(self) -> float:

@@ -112,6 +112,10 @@ class CudaStream(Stream):
             dst.fill_(value)
 
 
+# Enough copies that one launch (4 us) does not matter.
+_BANDWIDTH_COPIES = 8
+
+
 class _Frames:
     """Device memory as ``torch.as_tensor`` takes it; torch holds this object until the storage dies."""
 
@@ -241,6 +245,13 @@ class CudaDevice(Device):
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()
 
+    def allocator_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.torch_device))
+
+    def limit_allocator(self, num_bytes: int | None) -> None:
+        share = 1.0 if num_bytes is None else min(num_bytes / self.total_bytes(), 1.0)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
     def allocator_peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_reserved(self.torch_device))
 
@@ -249,6 +260,18 @@ class CudaDevice(Device):
 
     def num_out_of_memory(self) -> int:
         return int(torch.cuda.memory_stats(self.torch_device).get("num_ooms", 0))
+
+    def measure_bandwidth(self, num_bytes: int) -> float:
+        source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        target.copy_(source, non_blocking=True)  # the first copy is slower
+        begin.record()
+        for _ in range(_BANDWIDTH_COPIES):
+            target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        return _BANDWIDTH_COPIES * num_bytes / (begin.elapsed_time(end) / 1000)
 
     def drain_stall_seconds(self) -> float:
         seconds = 0.0

@@ -297,6 +297,12 @@ class SimulatedDevice(Device):
     def release_cached_memory(self) -> None:
         pass
 
+    def allocator_bytes(self) -> int:
+        return 0
+
+    def limit_allocator(self, num_bytes: int | None) -> None:
+        return
+
     def allocator_peak_bytes(self) -> int:
         return 0
 
@@ -310,6 +316,13 @@ class SimulatedDevice(Device):
         """Count ``seconds`` in which a stream stood still."""
         with self.lock:
             self._stall_seconds += seconds
+
+    def measure_bandwidth(self, num_bytes: int) -> float:
+        source = torch.ones(num_bytes, dtype=torch.uint8)
+        target = torch.ones(num_bytes, dtype=torch.uint8)
+        started = time.perf_counter()
+        target.copy_(source)
+        return num_bytes / max(time.perf_counter() - started, 1e-9)
 
     def drain_stall_seconds(self) -> float:
         with self.lock:

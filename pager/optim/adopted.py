@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 from pager.engine.transfer import EXTENT_BYTES
-from pager.errors import ConfigError
+from pager.errors import ConfigError, PagerInternalError
 from pager.mmu import values
 from pager.mmu.binding import Binding
 from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor
+from pager.optim import state_dict
 from pager.optim.probe import Cut, ProbeResult, probe
 from pager.optim.update import Update
 
@@ -30,8 +32,8 @@ _WHOLE_SHARE = 3
 class AdoptedOptimizer:
     """One optimizer over (some of) one managed model's parameters.
 
-    ``new_segment`` makes a segment with a place at its home; ``reserve`` is told of bytes that states will need;
-    ``end_step`` is called when a user's step is over.
+    ``new_segment`` makes a segment with a place at its home; ``reserve`` maps host memory for segments of these sizes;
+    ``end_step`` is called when a user's step is over. The optimizer is not kept alive.
     """
 
     def __init__(
@@ -40,23 +42,37 @@ class AdoptedOptimizer:
         mmu: Mmu,
         *,
         new_segment: Callable[..., Segment],
-        end_step: Callable[[], None],
+        reserve: Callable[[list[int]], None],
+        end_step: Callable[[AdoptedOptimizer], None],
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self.mmu = mmu
         self.engine: Engine = mmu.engine
         self._new_segment = new_segment
+        self._reserve = reserve
         self._end_step = end_step
         self._states: dict[int, dict[str, Binding]] = {}
         self._probed: dict[Any, ProbeResult] = {}
         self.update: Update | None = None
         self._gradients_seen = -1
         self._hooks: list[Any] = []
+        for binding, result in self._check_groups():
+            self._make_room(binding, result)
         self._page_existing_state()
-        self._check_groups()
-        from pager.optim import state_dict
-
         self._hooks += state_dict.install(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the user still has the optimizer."""
+        return self._optimizer() is not None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise PagerInternalError("the adopted optimizer is gone")
+        return optimizer
 
     # -- what it knows of its parameters -----------------------------------------------------------------------------------
 
@@ -81,13 +97,27 @@ class AdoptedOptimizer:
         """Where the parameter's next use lies, for the order of the update; unknown ones keep the parameters' order."""
         return self.mmu.update_order(binding.segment.index)
 
-    def _check_groups(self) -> None:
+    def _check_groups(self) -> list[tuple[Binding, ProbeResult]]:
         """Probe every group; refuse what cannot be paged."""
+        found = []
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 binding = self.binding_of(param)
                 if binding is not None:
-                    self.probed(group, binding)
+                    found.append((binding, self.probed(group, binding)))
+        needs = [
+            binding.segment.num_bytes // binding.segment.dtype.itemsize * dtype.itemsize
+            for binding, result in found
+            for dtype in result.state_dtypes.values()
+        ]
+        self._reserve(needs)
+        return found
+
+    def _make_room(self, binding: Binding, result: ProbeResult) -> None:
+        """Segments for the states this optimizer will make, so that the plan knows them and steps allocate nothing."""
+        if binding.tensor.requires_grad:
+            for key, dtype in result.state_dtypes.items():
+                self.make_state(binding, key, dtype)
 
     def probed(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
         """How this optimizer may be cut with these group values. Raises ConfigError for coupled ones."""
@@ -197,7 +227,7 @@ class AdoptedOptimizer:
         """``step()`` is over: everything is updated."""
         self.finish()
         self.update = None
-        self._end_step()
+        self._end_step(self)
 
     def close(self, tensor_of: Callable[[Binding], torch.Tensor]) -> None:
         """Give the optimizer ordinary state tensors again and take our hooks off."""

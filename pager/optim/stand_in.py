@@ -72,6 +72,8 @@ class _Call:
 
     def end(self) -> None:
         """The class's step returned: keep what it changed in its groups, and end the step."""
+        if self.adopted.update is None:
+            self.adopted.begin_step()
         for group, seen in zip(self.adopted.optimizer.param_groups, self._empty_groups or [], strict=False):
             for key, value in seen.items():
                 if key != "params" and group.get(key) is not value:

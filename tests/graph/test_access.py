@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +234,20 @@ def test_recorder_leaves_other_saved_tensors_to_the_hooks_beneath() -> None:
     assert sorted(unpacked) == sorted(packed)
     assert parameter.grad is not None
     assert torch.allclose(parameter.grad, x.t() @ (x @ parameter.data).exp())
+
+
+def test_recorder_keeps_no_graph_alive() -> None:
+    parameter, _ = make_parameter()
+    gc.collect()
+    gc.disable()
+    try:
+        result = parameter.exp()  # keeps its own output for backward
+        storage = weakref.ref(result.untyped_storage())
+        assert storage() is not None
+        del result
+        assert storage() is None
+    finally:
+        gc.enable()
 
 
 def test_the_private_call_that_finds_the_hooks_beneath_is_there() -> None:

@@ -38,8 +38,8 @@ def observe_by_recorder(model: nn.Module, inputs: Inputs, step: Step) -> Rows:
     return recorder.array()
 
 
-# Each takes a model, its inputs and the step to run, and gives rows of ACCESS_DTYPE. A parameter's segment is its
-# place in model.parameters().
+# Each takes a model, its inputs and the step to run, and gives rows of ACCESS_DTYPE. A parameter's segment is
+# its place in model.parameters().
 OBSERVERS: dict[str, Callable[[nn.Module, Inputs, Step], Rows]] = {"recorder": observe_by_recorder}
 
 

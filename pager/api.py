@@ -1,0 +1,136 @@
+"""The public face: :func:`manage` and the :class:`Handle` it leaves at ``model.pager``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from pager.config import Config
+from pager.errors import ConfigError
+from pager.graph.plan import Plan
+from pager.model_hooks import ModelHooks
+from pager.runtime import Runtime, iterate_optimizers
+from pager.statistics import Statistics
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def manage(model: M, optimizer: Any = None, *, config: Config | None = None, **knobs: Any) -> M:
+    """Page the parameters, gradients and optimizer state of ``model``; the same module comes back.
+
+    ``optimizer``: a torch optimizer over the model's parameters, or several with disjoint ones, or None: an optimizer
+    made before or after is found at its first step. ``config`` and ``knobs``: see :class:`pager.Config`; knobs win.
+    The model may be on the CPU (its tensors move into pages one by one), on the compute device, or on meta (each module's own
+    ``reset_parameters``, or ``init=``, gives its values; what has neither waits for ``load_state_dict``).
+
+    The handle is ``model.pager``. Raises ConfigError (a ValueError) or TypeError for a model, optimizer or knob that cannot
+    work, BudgetError where a budget cannot hold it; the model is then as it was.
+    """
+    settings = (config or Config()).replace(**knobs)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"pager.manage() takes a torch.nn.Module, not a {type(model).__name__}")
+    present = getattr(model, "pager", None)
+    if isinstance(present, Handle):
+        raise ConfigError("this model is managed already; call model.pager.close() first, or model.pager.set() for knobs")
+    if present is not None:
+        raise ConfigError("the model has an attribute 'pager' of its own, where the handle would go; rename it")
+    optimizers = list(iterate_optimizers(optimizer))
+    _check_optimizers(model, optimizers)
+    runtime = Runtime(model, settings)
+    try:
+        for item in optimizers:
+            runtime.adopt(item)
+    except BaseException:
+        runtime.close()
+        raise
+    handle = Handle(runtime)
+    model.pager = handle  # type: ignore[assignment]
+    return model
+
+
+def _check_optimizers(model: nn.Module, optimizers: list[Any]) -> None:
+    own = {id(param) for param in model.parameters()}
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(id(param) in own for param in params):
+            raise ConfigError(
+                f"none of the {len(params)} parameters of {type(optimizer).__name__} is a parameter of this "
+                f"{type(model).__name__}; pass the model the optimizer was made for"
+            )
+
+
+class Handle:
+    """What ``model.pager`` is: the plan, statistics, knobs, and the way out. Methods raise PagerClosed after ``close()``."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._hooks = ModelHooks(runtime, wait_for_batch=runtime.planner.trace is None)
+
+    @property
+    def config(self) -> Config:
+        """The knobs in force."""
+        self._runtime.check_open()
+        return self._runtime.config
+
+    @property
+    def plan(self) -> Plan:
+        """The page-distance plan as it stands. Without ``example_inputs`` it waits for the first batch, and says so."""
+        self._runtime.check_open()
+        runtime = self._runtime
+        return runtime.planner.plan(
+            budgets={"device": runtime.arena.capacity_bytes, "host": runtime.host_budget_bytes},
+            policy=runtime.engine.policy,
+        )
+
+    def statistics(self) -> Statistics:
+        """What happened since ``manage()``: an immutable snapshot."""
+        self._runtime.check_open()
+        return self._runtime.statistics()
+
+    def resident_history(self) -> list[tuple[float, int]]:
+        """(seconds since ``manage()``, resident device bytes) at each change, the latest 65536 of them."""
+        self._runtime.check_open()
+        return self._runtime.counters.resident_history()
+
+    def set(self, **knobs: Any) -> None:
+        """Change ``prefetch_distance`` or ``eviction`` at the next step boundary.
+
+        Raises ConfigError or TypeError at once for values that cannot work and for knobs that cannot change.
+        """
+        self._runtime.check_open()
+        self._runtime.set(**knobs)
+
+    @contextlib.contextmanager
+    def resident(self, module: nn.Module) -> Iterator[None]:
+        """Keep ``module``'s parameters on the device, for code that bypasses Python dispatch (C++ extensions, raw pointers).
+
+        Raises BudgetError if they do not fit together, ConfigError if none of them is managed here.
+        """
+        self._runtime.check_open()
+        bindings = self._runtime.bindings_of(module)
+        if not bindings and not any(True for _ in module.parameters()):
+            raise ConfigError(f"{type(module).__name__} has no parameters to keep on the device")
+        with self._runtime.mmu.resident(bindings):
+            yield
+
+    def close(self) -> None:
+        """Make model and optimizers ordinary again, on the CPU, values intact. Calling it again does nothing."""
+        if self._runtime.closed:
+            return
+        self._hooks.remove()
+        self._runtime.close()
+        self._runtime.model.__dict__.pop("pager", None)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._runtime.closed else f"{len(self._runtime.bindings)} paged parameters"
+        return f"<pager.Handle: {state}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a managed model is an ordinary one; it has no handle."""
+        return None
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return type(None), ()

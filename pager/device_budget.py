@@ -1,0 +1,101 @@
+"""How much of the device the arena may take: the budget, less everything else the process takes there.
+
+On CUDA the budget counts the context, what torch's allocator reserves (activations, small tensors, workspaces) and the arena, which is
+allocated through torch's allocator too. So that the promise is kept by more than good will, the allocator is capped at the budget
+less the context. What activations need is known from capture; without it half is left to them until the first step was
+measured. After an out-of-memory error the arena gives a slab back, so that the next step uses less.
+
+On the simulated device the budget counts the arena, the small tensors, their gradients and states; activations are ordinary
+tensors in host memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pager.config import Config, resolve_budget
+from pager.errors import BudgetError
+from pager.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from pager.device.base import Device
+
+# CUDA loads kernels when they are first used, into memory of the context; seen: about 300 MiB in a training step.
+_LAZY_CONTEXT_BYTES = 384 * 2**20
+_FREE_SHARE = 0.9
+# Of a simulated device's budget that nobody gave: a share of the host memory that is free.
+_SIMULATED_SHARE = 0.25
+_HEADROOM_SHARE = 16
+# Share of what is left for the arena before activations were measured.
+_UNMEASURED_SHARE = 2
+
+
+class DeviceBudget:
+    """Bytes of one device, for one managed model. All figures in bytes."""
+
+    def __init__(self, device: Device, config: Config, *, small_bytes: int) -> None:
+        self._device = device
+        self.small_bytes = small_bytes
+        self.limit_bytes = self._limit(config.device_budget)
+        self._headroom = config.device_headroom
+        self._context_bytes = self._measure_context()
+        self._out_of_memory = device.num_out_of_memory()
+        self.activation_bytes: int | None = None
+        if self.allocator_bytes <= small_bytes:
+            raise BudgetError(
+                f"pager: device_budget is {format_bytes(self.limit_bytes)}, of which the CUDA context takes "
+                f"{format_bytes(self._context_bytes)} and tensors under a page {format_bytes(small_bytes)}; nothing is "
+                "left for pages. Raise device_budget."
+            )
+        device.limit_allocator(self.allocator_bytes)
+
+    def _limit(self, knob: int | float | str | None) -> int:
+        device = self._device
+        if knob is not None:
+            return resolve_budget(knob, device.total_bytes(), name="device_budget")
+        if device.is_simulated:
+            return int(device.free_bytes() * _SIMULATED_SHARE)
+        return int(device.free_bytes() * _FREE_SHARE) + device.process_bytes()
+
+    def _measure_context(self) -> int:
+        if self._device.is_simulated:
+            return 0
+        outside = self._device.process_bytes() - self._device.allocator_bytes()
+        return max(outside, 0) + _LAZY_CONTEXT_BYTES
+
+    @property
+    def allocator_bytes(self) -> int:
+        """What torch's allocator may reserve, the arena included."""
+        return self.limit_bytes - self._context_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Kept free beyond what activations were seen to need: blocks of other sizes, fragments."""
+        if self._headroom != "auto":
+            return parse_size(self._headroom, name="device_headroom")
+        return 0 if self._device.is_simulated else self.limit_bytes // _HEADROOM_SHARE
+
+    def arena_bytes(self, activation_bytes: int | None) -> int:
+        """What the arena may take when activations (with transient gradients) need ``activation_bytes``."""
+        left = self.allocator_bytes - self.small_bytes - self.headroom_bytes
+        if self._device.is_simulated:
+            return max(left, 0)
+        if activation_bytes is None:
+            return max(left // _UNMEASURED_SHARE, 0)
+        return max(left - activation_bytes, 0)
+
+    def spare_bytes(self) -> int:
+        """What the last step left unused of the allocator's share beyond the headroom; negative after an out-of-memory."""
+        ooms = self._device.num_out_of_memory()
+        if ooms > self._out_of_memory:
+            self._out_of_memory = ooms
+            return -1
+        if self._device.is_simulated:
+            return 0
+        peak = self._device.allocator_peak_bytes()
+        self._device.reset_allocator_peak()
+        return self.allocator_bytes - self.headroom_bytes - peak
+
+    def close(self) -> None:
+        """Take the cap off torch's allocator."""
+        self._device.limit_allocator(None)

@@ -1,0 +1,76 @@
+"""The two hooks a managed model carries: one waits for its first batch, one sees ``load_state_dict(assign=True)``.
+
+Hooks live in the module's dictionaries, so they are copied and pickled with it. A copy of a managed model is an ordinary one:
+its hooks must do nothing and need nothing of ours. So ours copy to an inert function of the standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pager.mmu.parameter import PagedParameter
+
+if TYPE_CHECKING:
+    from pager.runtime import Runtime
+
+
+def _inert(*args: Any) -> None:
+    return
+
+
+class _Hook:
+    """A hook whose copies do nothing."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _inert
+
+    def __reduce__(self) -> Any:
+        # Takes the two arguments of torch's hooks and returns None, wherever it is unpickled.
+        return functools.partial, (dict.__setitem__, {})
+
+
+class _FirstBatch(_Hook):
+    """Captures the plan from the first batch, before the model runs on it."""
+
+    handle: Any = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        import torch
+
+        if not module.training or not torch.is_grad_enabled():
+            return  # an evaluation; the first training step is what the plan is about
+        self.handle.remove()
+        self._runtime.capture(args, kwargs)
+
+
+class _Loaded(_Hook):
+    """After ``load_state_dict``: parameters that were replaced (``assign=True``) become managed again."""
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        runtime = self._runtime
+        for name, param in list(runtime.model.named_parameters()):
+            if type(param) is not PagedParameter and not any(param is known for known in runtime.small):
+                runtime.replace_parameter(name, param)
+
+
+class ModelHooks:
+    """Registers the hooks on the root module and takes them off again."""
+
+    def __init__(self, runtime: Runtime, *, wait_for_batch: bool) -> None:
+        model = runtime.model
+        self._handles = [model.register_load_state_dict_post_hook(_Loaded(runtime))]
+        if wait_for_batch:
+            first = _FirstBatch(runtime)
+            first.handle = model.register_forward_pre_hook(first, with_kwargs=True)
+            self._handles.append(first.handle)
+
+    def remove(self) -> None:
+        """Take the hooks off. Idempotent."""
+        for handle in self._handles:
+            handle.remove()

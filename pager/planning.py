@@ -1,0 +1,189 @@
+"""From a captured or recorded step to the trace the engine follows and the plan users look at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from pager.graph.access_trace import AccessRow, AccessTrace, Phase, SegmentSpec
+from pager.graph.capture import Capture, capture
+from pager.graph.cost_model import estimate_tick_seconds
+from pager.graph.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from pager.address_space import Segment
+    from pager.mmu.binding import Binding
+    from pager.page_table import PageTable
+    from pager.policies.protocol import EvictionPolicy
+
+logger = logging.getLogger("pager.planning")
+
+WAITING = "waiting for the first batch"
+RECORDED = "recorded first step"
+_WAYS = {"meta": "captured on meta", "fake": "captured on fake tensors", "recorded": RECORDED}
+
+
+class Planner:
+    """Keeps the one-micro-batch trace of a managed model and makes plans of it."""
+
+    def __init__(self, model: nn.Module, segments: Sequence[Segment], table: PageTable, page_size: int) -> None:
+        self._model = model
+        self._segments = segments
+        self._table = table
+        self._page_size = page_size
+        self.trace: AccessTrace | None = None
+        self.way = WAITING
+        self.note = ""
+        self.peak_activation_bytes: int | None = None
+        self._capture: Capture | None = None
+        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._plan: Plan | None = None
+        self._first_use: dict[int, int] = {}
+
+    def capture(
+        self,
+        bindings: Sequence[Binding],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        device: torch.device,
+        shared: Sequence[object],
+    ) -> AccessTrace | None:
+        """Run one step without data; the trace of its forward and backward, None if the model cannot do that."""
+        if not bindings:
+            return None
+        managed: dict[nn.Parameter, int] = {b.tensor: b.segment.index for b in bindings}  # type: ignore[misc]
+        found = capture(self._model, managed, args, kwargs, device=device, shared=shared)
+        self.way = _WAYS[found.way]
+        self.note = found.reason or ""
+        self._plan = None
+        if found.way == "recorded":
+            logger.info("plan: the first step will be recorded (%s)", found.reason)
+            return None
+        self._capture = found
+        self._inputs = tree_map_only(torch.Tensor, _without_data, (tuple(args), dict(kwargs)))
+        self.peak_activation_bytes = found.peak_activation_bytes
+        gradients = {b.segment.index: b.gradient.segment.index for b in bindings if b.gradient is not None}
+        segment = found.rows["segment"].astype(np.int64)
+        is_gradient = found.rows["phase"] == Phase.GRADIENT
+        segment[is_gradient] = [gradients.get(int(index), int(index)) for index in segment[is_gradient]]
+        pages = np.array([s.num_pages for s in self._segments], np.int64)
+        trace = AccessTrace(
+            tick=found.rows["tick"],
+            segment=segment,
+            first_page=np.zeros(len(segment), np.int64),
+            num_pages=pages[segment],
+            write=found.rows["write"] | is_gradient,
+            phase=found.rows["phase"],
+        )
+        self._set(trace)
+        return self.trace
+
+    def with_update(self, rows: Sequence[AccessRow]) -> AccessTrace | None:
+        """Add what the optimizer step accesses; the trace of the whole step."""
+        if self.trace is None:
+            return None
+        self._set(self.trace.with_update(renumbered(rows)))
+        return self.trace
+
+    def record(self, rows: Sequence[AccessRow]) -> AccessTrace:
+        """Replace the trace by what a real step did."""
+        order = [row for row in rows if row.phase != Phase.UPDATE] + [row for row in rows if row.phase == Phase.UPDATE]
+        self.way = RECORDED
+        self._capture = None
+        self._set(AccessTrace.from_rows(renumbered(order)))
+        assert self.trace is not None
+        return self.trace
+
+    def _set(self, trace: AccessTrace) -> None:
+        flops = moved = None
+        if self._capture is not None:
+            extra = trace.num_ticks - self._capture.num_ticks
+            flops = np.concatenate([self._capture.flops, np.zeros(extra)])
+            moved = np.concatenate([self._capture.moved_bytes, np.zeros(extra)])
+        seconds = estimate_tick_seconds(trace, self._page_size, flops_per_tick=flops, moved_bytes_per_tick=moved)
+        self.trace = trace.with_seconds(seconds)
+        self._plan = None
+        self._first_use = {}
+        for row, segment in reversed(list(enumerate(trace.segment.tolist()))):
+            self._first_use[segment] = row
+
+    def update_order(self, segment: int) -> int:
+        """Where a parameter is first used in the step; those never seen come last, in their own order."""
+        return self._first_use.get(segment, 1 << 40 | segment)
+
+    def largest_tick(self) -> tuple[int, list[str]]:
+        """The bytes of the operation that names most pages at once, and the tensors it names."""
+        if self.trace is None or not len(self.trace):
+            return 0, []
+        need = np.bincount(self.trace.tick, self.trace.num_pages) * self._page_size
+        tick = int(np.argmax(need))
+        names = [self._segments[int(s)].name for s in self.trace.segment[self.trace.tick == tick]]
+        return int(need[tick]), names
+
+    def plan(self, *, budgets: Mapping[str, int | None], policy: EvictionPolicy) -> Plan:
+        """The plan as it stands; made when asked for, and again when the trace or the segments changed."""
+        if self._plan is None or len(self._plan.segments) != len(self._segments):
+            self._plan = make_plan(
+                [_spec(segment) for segment in self._segments],
+                self.trace,
+                page_size=self._page_size,
+                homes=[int(self._table.home[segment.first_page]) for segment in self._segments],
+                budgets=budgets,
+                policy=policy,
+                way=self.way,
+                note=self.note,
+                graph=self._graph if self._inputs is not None else None,
+                critical_path=self._critical_path if self._inputs is not None else None,
+            )
+        return self._plan
+
+    def forget_plan(self) -> None:
+        """Homes or budgets changed."""
+        self._plan = None
+
+    def _graph(self) -> Any:
+        from pager.graph.fx_graph import joint_graph, to_networkx
+
+        assert self._inputs is not None
+        return to_networkx(joint_graph(self._model, *self._inputs))
+
+    def _critical_path(self) -> Any:
+        from pager.graph.fx_graph import critical_path
+
+        assert self._plan is not None
+        return critical_path(self._plan.graph)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.detach().to("meta")
+    return tensor.detach().cpu()  # indices and masks may steer control flow
+
+
+def _spec(segment: Segment) -> SegmentSpec:
+    return SegmentSpec(
+        index=segment.index,
+        name=segment.name,
+        kind=segment.kind,
+        num_bytes=segment.num_bytes,
+        first_page=segment.first_page,
+        num_pages=segment.num_pages,
+    )
+
+
+def renumbered(rows: Sequence[AccessRow]) -> list[AccessRow]:
+    """The rows with ticks that rise by one from 0, keeping together what shared a tick."""
+    result: list[AccessRow] = []
+    tick, last = -1, None
+    for row in rows:
+        if row.tick != last:
+            tick, last = tick + 1, row.tick
+        result.append(row._replace(tick=tick))
+    return result
