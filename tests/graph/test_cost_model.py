@@ -76,6 +76,15 @@ def test_bytes_in_and_out_of_a_step() -> None:
     assert traffic.resident_bytes.tolist() == [40, 50, 50]
 
 
+def test_a_key_is_written_back_once_for_one_write() -> None:
+    # 0 and 2 push each other out at every turn; only the first of two visits of 0 writes to it.
+    traffic = make_simulation(
+        key=[0, 2, 0, 2], tick=[0, 1, 2, 3], write=[True, False, False, False], budget_bytes=30
+    )
+    assert (traffic.misses, traffic.page_in_bytes) == (4, 80)
+    assert traffic.page_out_bytes_of_key.tolist() == [10, 0, 0]
+
+
 def test_all_fits_nothing_moves() -> None:
     traffic = make_simulation(budget_bytes=60, write=[True] * 3)
     assert (traffic.misses, traffic.page_in_bytes, traffic.page_out_bytes) == (0, 0, 0)
