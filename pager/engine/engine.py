@@ -103,6 +103,10 @@ class Engine:
         """The segment's runs on the device."""
         return list(self._runs[segment.index])
 
+    def runs_over(self, segment: Segment, first: int, num_pages: int) -> list[Run]:
+        """The segment's runs that hold any of these pages."""
+        return [run for run in self._runs[segment.index] if run.overlaps(first, num_pages)]
+
     def forget_run(self, run: Run) -> None:
         """A run left the device (locked): free its frames behind a fence."""
         if run in self._runs[run.segment.index]:
@@ -148,7 +152,7 @@ class Engine:
                         continue
                     self._pin(run)
                     break
-                others = list(self._runs[segment.index])
+                others = self.runs_over(segment, first, num_pages)
             if others:
                 self._withdraw(segment, others)
                 continue
@@ -209,25 +213,26 @@ class Engine:
 
     def _withdraw(self, segment: Segment, others: list[Run]) -> None:
         """The pages stand in pieces, or only some are there: send all home, so that they can come in one run."""
-        self.drain()
-        with self.lock:
-            pinned = [run for run in others if run.frame >= 0 and run.pins and run.issued]
-        if pinned:
-            gc.collect()
+        for collect in (False, True):
+            if collect:
+                gc.collect()  # garbage may hold leases
             self.drain()
             with self.lock:
-                pinned = [run for run in others if run.frame >= 0 and run.pins and run.issued]
-            if pinned:
-                raise PagerInternalError(
-                    f"{segment.name}: pages {pinned[0].first}..{pinned[0].first + pinned[0].num_pages} are in use while "
-                    "an operation asks for a range that overlaps them"
-                )
-        self.reclaimer.evict(others)
+                while self.moves:
+                    self.changed.wait()  # a move pins for a moment
+                pinned = [run for run in others if run.frame >= 0 and run.pins]
+            if not pinned:
+                self.reclaimer.evict(others)
+                return
+        raise PagerInternalError(
+            f"{segment.name}: pages {pinned[0].first}..{pinned[0].first + pinned[0].num_pages} are in use while "
+            "an operation asks for a range that overlaps them"
+        )
 
     def prefetch(self, segment: Segment, first: int, num_pages: int, *, ticks_ahead: int) -> bool:
         """Start paging in, if that evicts nothing needed sooner. False if there is no such room."""
         with self.lock:
-            if self._runs[segment.index] or not self.table.has_value(
+            if self.runs_over(segment, first, num_pages) or not self.table.has_value(
                 segment.first_page + first, segment.first_page + first + num_pages
             ):
                 return True
@@ -278,7 +283,7 @@ class Engine:
         """Frames for a new run, registered and pinned, its pages ARRIVING or DIRTY. None if another thread was faster."""
         while True:
             with self.lock:
-                if self._runs[segment.index]:
+                if self.runs_over(segment, first, num_pages):
                     return None
                 if sooner_than is not None and self.demand:
                     raise NoRoom

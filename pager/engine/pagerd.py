@@ -104,14 +104,14 @@ class Pagerd:
         engine = self._engine
         rows: list[Upcoming] = []
         issued: list[bool] = []
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         limit = 2 * self.distance
         for item in wanted:
-            if item.segment in seen:
+            if (item.segment, item.first_page) in seen:
                 continue
-            seen.add(item.segment)
+            seen.add((item.segment, item.first_page))
             segment = engine.space.segments[item.segment]
-            runs = engine.runs_of(segment)
+            runs = engine.runs_over(segment, item.first_page, item.num_pages)
             if runs and not runs[0].prefetched:
                 continue
             begin = segment.first_page + item.first_page

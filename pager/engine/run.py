@@ -70,3 +70,7 @@ class Run:
     def covers(self, first: int, num_pages: int) -> bool:
         """Whether all of the segment's pages ``[first, first + num_pages)`` are in this run."""
         return self.first <= first and first + num_pages <= self.first + self.num_pages
+
+    def overlaps(self, first: int, num_pages: int) -> bool:
+        """Whether any of the segment's pages ``[first, first + num_pages)`` is in this run."""
+        return self.first < first + num_pages and first < self.first + self.num_pages
