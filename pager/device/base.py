@@ -261,7 +261,7 @@ class Device(ABC):
 
     @abstractmethod
     def measure_bandwidth(self, num_bytes: int) -> float:
-        """Bytes per second of copies of ``num_bytes`` from page-locked host memory to the device; waits for them."""
+        """Bytes per second of copies of ``num_bytes`` from page-locked memory to the device; blocks."""
 
     @abstractmethod
     def drain_stall_seconds(self) -> float:

@@ -266,10 +266,11 @@ class CudaDevice(Device):
         target = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         target.copy_(source, non_blocking=True)  # the first copy is slower
-        begin.record()
+        stream = self.current_stream().native  # of this device, which need not be torch's current one
+        begin.record(stream)
         for _ in range(_BANDWIDTH_COPIES):
             target.copy_(source, non_blocking=True)
-        end.record()
+        end.record(stream)
         end.synchronize()
         return _BANDWIDTH_COPIES * num_bytes / (begin.elapsed_time(end) / 1000)
 

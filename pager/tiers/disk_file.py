@@ -99,12 +99,11 @@ class DiskFile:
         """Put ``data`` (contiguous 1-D uint8 on the CPU) into the frames; blocks the calling thread.
 
         Raises TierFull or TierIOError; the frames written to are undefined then, and nothing else is changed.
+        The checksums stay the old ones until all is written, so that a page torn half way is a CorruptPage.
         """
         check_host_bytes(data, "data")
         self._check_range(first_frame, data.numel())
         view = _memory_of(data)
-        if self._checksums is not None:
-            self._checksums.forget(first_frame, -(-len(view) // self.page_size))
         done = 0
         while done < len(view):
             try:

@@ -188,3 +188,4 @@ def test_figures_of_memory(device: Device) -> None:
     device.release_cached_memory()
     assert device.free_bytes() >= free + (1 << 30)
     assert device.num_out_of_memory() >= 0
+    assert device.measure_bandwidth(1 << 26) > 1e9

@@ -286,21 +286,44 @@ def test_a_wrong_bit_of_a_page_is_found_when_only_its_beginning_is_read(tmp_path
     file.close()
 
 
-def test_a_failed_write_forgets_the_checksum_and_a_new_one_sets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_written", [0, 1, PAGE])
+def test_a_page_torn_by_a_failed_write_is_corrupt_until_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
 ) -> None:
     file = DiskFile(tmp_path, PAGE, 4, checksum=True)
-    first = file.allocate(1)
-    file.write(first, make_bytes(PAGE))
-    make_system(monkeypatch, pwrite=fail(errno.EIO))
+    first = file.allocate(2)
+    file.write(first, make_bytes(2 * PAGE))
+
+    def pwrite(fd: int, view: memoryview, offset: int) -> int:
+        if len(view) == 2 * PAGE and num_written:
+            return os.pwrite(fd, view[:num_written], offset)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    make_system(monkeypatch, pwrite=pwrite)
     with pytest.raises(TierIOError):
-        file.write(first, make_bytes(PAGE, seed=1))
+        file.write(first, make_bytes(2 * PAGE, seed=1))
     monkeypatch.undo()
+    out = torch.zeros(2 * PAGE, dtype=torch.uint8)
+    if num_written:
+        with pytest.raises(CorruptPage, match="frame 0 "):
+            file.read(first, out)
+    else:
+        file.read(first, out)
+        assert torch.equal(out, make_bytes(2 * PAGE))
+    file.write(first, make_bytes(2 * PAGE, seed=2))
+    file.read(first, out)
+    assert torch.equal(out, make_bytes(2 * PAGE, seed=2))
+    file.close()
+
+
+def test_freed_frames_have_no_checksum(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path, PAGE, 1, checksum=True)
+    file.write(file.allocate(1), make_bytes(PAGE))
+    turn_byte(file, 0)
+    file.free(0, 1)
     out = torch.zeros(PAGE, dtype=torch.uint8)
-    file.read(first, out)
-    file.write(first, make_bytes(PAGE, seed=2))
-    file.read(first, out)
-    assert torch.equal(out, make_bytes(PAGE, seed=2))
+    file.read(file.allocate(1), out)  # nothing was written to the frame since it was allocated
+    assert int(out[0]) == int(make_bytes(PAGE)[0]) ^ 1
     file.close()
 
 
