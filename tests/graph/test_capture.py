@@ -445,7 +445,7 @@ def test_strides_of_the_twin_are_the_users() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             contiguous = self.w.is_contiguous() or self.c.is_contiguous()
-            y = F.linear(x, self.w if not contiguous else self.w * 2)
+            y = F.linear(x, self.w) if not contiguous else x.sum()
             return y.sum() * self.s + self.c.sum() + self.e.sum()
 
     model = Strided()
