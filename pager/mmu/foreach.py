@@ -1,7 +1,7 @@
 """Operations on lists of tensors (``torch._foreach_*``) that together do not fit the device: run in parts.
 
-They work element by element of the lists, so parts give the same bits, except where a kernel's reduction depends on how the
-list is cut (``_foreach_norm`` on CUDA; see the exactness table in the README).
+They work element by element of the lists, so parts give the same bits, except where a kernel's reduction
+depends on how the list is cut (``_foreach_norm`` on CUDA; see the exactness table in the README).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
 
-# Share of the arena one part may take: half leaves room for what is pinned or in flight.
+# Share one part may take of the frames that can be emptied: half leaves room for holes and for what is in
+# flight.
 _PART = 2
 
 
@@ -28,8 +29,11 @@ def split(
     """Arguments of each part, or None if the call needs no splitting or cannot be split."""
     if not is_foreach(func):
         return None
-    arena = bindings[0].mmu.engine.arena
-    limit = arena.capacity_bytes // _PART
+    engine = bindings[0].mmu.engine
+    arena = engine.arena
+    with engine.lock:
+        kept = sum(run.num_pages for run in engine.resident_runs() if run.wired or run.pins)
+    limit = (arena.capacity_bytes - kept * arena.page_size) // _PART
     if sum(binding.segment.num_pages for binding in bindings) * arena.page_size <= limit:
         return None
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
