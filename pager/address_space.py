@@ -15,9 +15,10 @@ from pager.units import ceil_div
 class Segment:
     """One managed tensor's range of pages.
 
-    ``size`` and ``stride`` are those of the tensor, in elements; its bytes are stored as they lie in its storage
-    (``num_bytes`` spans from the first element to the last), so the layout of a page is the layout of the tensor.
-    ``dense`` says that every element of that span belongs to the tensor, once: only then may it be cut into slices.
+    ``size`` and ``stride`` are those of the tensor, in elements; its bytes are stored as they lie in its
+    storage (``num_bytes`` spans from the first element to the last), so the layout of a page is the layout of
+    the tensor. ``dense`` says that every element of that span belongs to the tensor, once: only then may it
+    be cut into slices.
     """
 
     index: int

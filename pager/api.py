@@ -21,22 +21,27 @@ M = TypeVar("M", bound=nn.Module)
 def manage(model: M, optimizer: Any = None, *, config: Config | None = None, **knobs: Any) -> M:
     """Page the parameters, gradients and optimizer state of ``model``; the same module comes back.
 
-    ``optimizer``: a torch optimizer over the model's parameters, or several with disjoint ones, or None: an optimizer
-    made before or after is found at its first step. ``config`` and ``knobs``: see :class:`pager.Config`; knobs win.
-    The model may be on the CPU (its tensors move into pages one by one), on the compute device, or on meta (each module's own
-    ``reset_parameters``, or ``init=``, gives its values; what has neither waits for ``load_state_dict``).
+    ``optimizer``: a torch optimizer over the model's parameters, or several with disjoint ones, or None: an
+    optimizer made before or after is found at its first step. ``config`` and ``knobs``: see
+    :class:`pager.Config`; knobs win. The model may be on the CPU (its tensors move into pages one by one), on
+    the compute device, or on meta (each module's own ``reset_parameters``, or ``init=``, gives its values;
+    what has neither waits for ``load_state_dict``).
 
-    The handle is ``model.pager``. Raises ConfigError (a ValueError) or TypeError for a model, optimizer or knob that cannot
-    work, BudgetError where a budget cannot hold it; the model is then as it was.
+    The handle is ``model.pager``. Raises ConfigError (a ValueError) or TypeError for a model, optimizer or
+    knob that cannot work, BudgetError where a budget cannot hold it; the model is then as it was.
     """
     settings = (config or Config()).replace(**knobs)
     if not isinstance(model, nn.Module):
         raise TypeError(f"pager.manage() takes a torch.nn.Module, not a {type(model).__name__}")
     present = getattr(model, "pager", None)
     if isinstance(present, Handle):
-        raise ConfigError("this model is managed already; call model.pager.close() first, or model.pager.set() for knobs")
+        raise ConfigError(
+            "this model is managed already; call model.pager.close() first, or model.pager.set() for knobs"
+        )
     if present is not None:
-        raise ConfigError("the model has an attribute 'pager' of its own, where the handle would go; rename it")
+        raise ConfigError(
+            "the model has an attribute 'pager' of its own, where the handle would go; rename it"
+        )
     optimizers = list(iterate_optimizers(optimizer))
     _check_optimizers(model, optimizers)
     runtime = Runtime(model, settings)
@@ -101,7 +106,7 @@ class Handle:
         Raises ConfigError or TypeError at once for values that cannot work and for knobs that cannot change.
         """
         self._runtime.check_open()
-        self._runtime.set(**knobs)
+        self._runtime.boundary.set(**knobs)
 
     @contextlib.contextmanager
     def resident(self, module: nn.Module) -> Iterator[None]:
@@ -125,7 +130,7 @@ class Handle:
         self._runtime.model.__dict__.pop("pager", None)
 
     def __repr__(self) -> str:
-        state = "closed" if self._runtime.closed else f"{len(self._runtime.bindings)} paged parameters"
+        state = "closed" if self._runtime.closed else f"{len(self._runtime.paged.bindings)} paged parameters"
         return f"<pager.Handle: {state}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -19,11 +19,11 @@ MAX_PAGE_BYTES = 4 * 2**20
 class Checks:
     """Switches for tests and for hunting a suspected ordering bug. All cost time; none changes a result.
 
-    streams: of the simulated device; "early" runs an operation when it is enqueued, "late" as late as its waits allow.
-    happens_before: check that streams and events order every two accesses to a frame (also on CUDA).
-    poison: overwrite freed frames with NaN bytes, so that a stale read cannot look right.
-    daemon: "thread" runs pagerd on its own thread, "inline" runs it after each access on the caller's.
-    skip_wait: for control tests on the simulated device: drop the stream waits for which it answers True.
+    streams: of the simulated device; "early" runs an operation when it is enqueued, "late" as late as its
+    waits allow. happens_before: check that streams and events order every two accesses to a frame (also on
+    CUDA). poison: overwrite freed frames with NaN bytes, so that a stale read cannot look right. daemon:
+    "thread" runs pagerd on its own thread, "inline" runs it after each access on the caller's. skip_wait: for
+    control tests on the simulated device: drop the stream waits for which it answers True.
     """
 
     streams: str = "early"
@@ -45,18 +45,17 @@ class Config:
 
     page_size: bytes, a power of two from 16 KiB to 4 MiB; int or text such as "128KiB".
     prefetch_distance: upcoming extents kept in flight, or "auto" (from measured bandwidth and compute time).
-    eviction: "belady", "lru", "clock", or an object with the methods of ``pager.policies.protocol.EvictionPolicy``.
-    device: "auto" (CUDA when there is one), "cuda", "cuda:1", or "cpu" (the simulated device).
-    device_budget: bytes, "24GiB", or a fraction of the device's memory in (0, 1]; None = 90 % of what is free.
-    device_headroom: bytes kept free for activations beyond what was measured; "auto" = one sixteenth of the budget.
-    host_budget: bytes, "48GiB", or a fraction of the smaller of physical memory and the cgroup limit.
-    disk: folder for the third tier, or None for two tiers.
-    disk_budget: bytes or "55GiB"; None = what the folder's file system has free, less one tenth.
-    update_on: where the optimizer runs; "device" is exact. "auto" and "cpu" are not available yet.
-    update_at: "step", or "backward" (not available yet).
-    example_inputs: a tuple of positional or a dict of keyword inputs for capture before the first batch.
-    init: called as ``init(module)`` for each module that holds meta parameters, instead of ``reset_parameters``.
-    checks: switches for tests, see :class:`Checks`.
+    eviction: "belady", "lru", "clock", or an object with the methods of
+    ``pager.policies.protocol.EvictionPolicy``. device: "auto" (CUDA when there is one), "cuda", "cuda:1", or
+    "cpu" (the simulated device). device_budget: bytes, "24GiB", or a fraction of the device's memory in (0,
+    1]; None = 90 % of what is free. device_headroom: bytes kept free for activations beyond what was
+    measured; "auto" = one sixteenth of the budget. host_budget: bytes, "48GiB", or a fraction of the smaller
+    of physical memory and the cgroup limit. disk: folder for the third tier, or None for two tiers.
+    disk_budget: bytes or "55GiB"; None = what the folder's file system has free, less one tenth. update_on:
+    where the optimizer runs; "device" is exact. "auto" and "cpu" are not available yet. update_at: "step", or
+    "backward" (not available yet). example_inputs: a tuple of positional or a dict of keyword inputs for
+    capture before the first batch. init: called as ``init(module)`` for each module that holds meta
+    parameters, instead of ``reset_parameters``. checks: switches for tests, see :class:`Checks`.
 
     Raises ConfigError (a ValueError) or TypeError for values that cannot work.
     """
@@ -116,7 +115,9 @@ class Config:
         if isinstance(distance, bool) or not isinstance(distance, int):
             raise TypeError(f'prefetch_distance is {distance!r}; expected a number of extents or "auto"')
         if distance < 0:
-            raise ConfigError(f"prefetch_distance is {distance}; it cannot be negative (0 switches prefetch off)")
+            raise ConfigError(
+                f"prefetch_distance is {distance}; it cannot be negative (0 switches prefetch off)"
+            )
 
     def _check_eviction(self) -> None:
         from pager.policies.protocol import make_eviction_policy
@@ -165,7 +166,9 @@ def _check_budget(name: str, value: int | float | str | None, *, optional: bool)
         return
     if isinstance(value, float):
         if not 0 < value <= 1:
-            raise ConfigError(f"{name} is {value}; a fraction must be above 0 and at most 1 (bytes are an int)")
+            raise ConfigError(
+                f"{name} is {value}; a fraction must be above 0 and at most 1 (bytes are an int)"
+            )
         return
     if parse_size(value, name=name) == 0:
         raise ConfigError(f"{name} is 0 bytes; nothing fits in that")

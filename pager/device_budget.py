@@ -1,12 +1,13 @@
 """How much of the device the arena may take: the budget, less everything else the process takes there.
 
-On CUDA the budget counts the context, what torch's allocator reserves (activations, small tensors, workspaces) and the arena, which is
-allocated through torch's allocator too. So that the promise is kept by more than good will, the allocator is capped at the budget
-less the context. What activations need is known from capture; without it half is left to them until the first step was
-measured. After an out-of-memory error the arena gives a slab back, so that the next step uses less.
+On CUDA the budget counts the context, what torch's allocator reserves (activations, small tensors,
+workspaces) and the arena, which is allocated through torch's allocator too. So that the promise is kept by
+more than good will, the allocator is capped at the budget less the context. What activations need is known
+from capture; without it half is left to them until the first step was measured. After an out-of-memory error
+the arena gives a slab back, so that the next step uses less.
 
-On the simulated device the budget counts the arena, the small tensors, their gradients and states; activations are ordinary
-tensors in host memory.
+On the simulated device the budget counts the arena, the small tensors, their gradients and states;
+activations are ordinary tensors in host memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pager.units import format_bytes, parse_size
 if TYPE_CHECKING:
     from pager.device.base import Device
 
-# CUDA loads kernels when they are first used, into memory of the context; seen: about 300 MiB in a training step.
+# CUDA loads kernels when they are first used, into memory of the context; seen: about 300 MiB in a training
+# step.
 _LAZY_CONTEXT_BYTES = 384 * 2**20
 _FREE_SHARE = 0.9
 # Of a simulated device's budget that nobody gave: a share of the host memory that is free.

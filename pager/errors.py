@@ -87,12 +87,15 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> type:
-        # BudgetError derives from torch's error; importing torch only when it is asked for keeps this leaf light.
+        # BudgetError derives from torch's error; importing torch only when it is asked for keeps this leaf
+        # light.
         if name != "BudgetError":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from torch import OutOfMemoryError
 
-        doc = "A budget in bytes that cannot hold what is asked of it; names the bytes, the limit, the remedy."
+        doc = (
+            "A budget in bytes that cannot hold what is asked of it; names the bytes, the limit, the remedy."
+        )
         namespace = {"__doc__": doc, "__module__": __name__}
         error = builtins.type("BudgetError", (PagerError, OutOfMemoryError), namespace)
         globals()["BudgetError"] = error

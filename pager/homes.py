@@ -1,13 +1,14 @@
 """Where each segment's bytes live, and the bill that says so before any work starts.
 
-At ``manage()`` the tensors of the whole training state are known: parameters, their gradients, and the optimizer's states (two per
-parameter, as AdamW has, until the optimizer is known). `pager.policies.placement` gives each a home; what cannot fit
-is refused there and then, with the bytes that are missing. Segments get their frames when they are made.
+At ``manage()`` the tensors of the whole training state are known: parameters, their gradients, and the
+optimizer's states (two per parameter, as AdamW has, until the optimizer is known). `pager.policies.placement`
+gives each a home; what cannot fit is refused there and then, with the bytes that are missing. Segments get
+their frames when they are made.
 
-Wired (home on the device): everything, where everything fits; else parameters, up to half of the arena, since a parameter
-that streams crosses the link three times a step and a state twice. The other half is what streaming needs to run ahead.
-Gradients come and go and would leave holes between wired runs, so they are wired never; where there is no pressure nothing moves
-them either.
+Wired (home on the device): everything, where everything fits; else parameters, up to half of the arena, since
+a parameter that streams crosses the link three times a step and a state twice. The other half is what
+streaming needs to run ahead. Gradients come and go and would leave holes between wired runs, so they are
+wired never; where there is no pressure nothing moves them either.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pager.homes")
 
 _KIND_RANK = {"parameter": 0, "gradient": 1, "state": 2}
-# How often a byte of this kind crosses the link in a step if it streams: a parameter for forward and backward and both ways
-# at its update; a gradient out and in; a state in and out.
+# How often a byte of this kind crosses the link in a step if it streams: a parameter for forward and backward
+# and both ways at its update; a gradient out and in; a state in and out.
 _CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
 
 
@@ -64,7 +65,9 @@ class Homes:
         sizes = np.array([ceil_div(w.num_bytes, self._page_size) * self._page_size for w in wanted], np.int64)
         total = int(sizes.sum())
         everything_fits = total <= arena_bytes - arena_bytes // 16
-        may_wire = np.array([w.kind != "gradient" and (everything_fits or w.kind == "parameter") for w in wanted])
+        may_wire = np.array(
+            [w.kind != "gradient" and (everything_fits or w.kind == "parameter") for w in wanted]
+        )
         wire_bytes = arena_bytes if everything_fits else max(arena_bytes // 2 - int(sizes.max(initial=0)), 0)
         # Wired first, among those that may be; the rest is placed on the tiers below.
         homes = np.full(len(wanted), int(Home.HOST), np.int64)
@@ -74,7 +77,9 @@ class Homes:
         try:
             homes[below] = self._place(wanted, sizes, below, device=0, host=host_bytes, disk=disk_bytes)
         except PlacementError as error:
-            have_disk = f" and {format_bytes(disk_bytes)} of disk" if self._disk is not None or disk_bytes else ""
+            have_disk = (
+                f" and {format_bytes(disk_bytes)} of disk" if self._disk is not None or disk_bytes else ""
+            )
             raise BudgetError(
                 f"pager: the training state needs {format_bytes(total)} ({self._bill(wanted, sizes)}); with "
                 f"{format_bytes(int(sizes[~below].sum()))} on the device, {format_bytes(host_bytes)} of host memory"
@@ -85,12 +90,20 @@ class Homes:
             self._planned[item.kind, item.name] = Home(int(home))
 
     def _place(
-        self, wanted: Sequence[Wanted], sizes: np.ndarray, chosen: np.ndarray, *, device: int, host: int, disk: int
+        self,
+        wanted: Sequence[Wanted],
+        sizes: np.ndarray,
+        chosen: np.ndarray,
+        *,
+        device: int,
+        host: int,
+        disk: int,
     ) -> np.ndarray:
         index = np.flatnonzero(chosen)
         return place(
             num_bytes=sizes[index],
-            traffic_bytes_if_streamed=sizes[index] * np.array([_CROSSINGS[wanted[i].kind] for i in index], np.int64),
+            traffic_bytes_if_streamed=sizes[index]
+            * np.array([_CROSSINGS[wanted[i].kind] for i in index], np.int64),
             position=index,
             kind_rank=np.array([_KIND_RANK[wanted[i].kind] for i in index], np.int64),
             device_capacity=device,

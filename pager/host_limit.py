@@ -10,7 +10,9 @@ import psutil
 _NO_LIMIT = 2**60
 
 
-def host_limit_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+def host_limit_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int:
     """Bytes this process may use at most, before anything is asked of it."""
     limit = int(psutil.virtual_memory().total)
     for path in _limit_files(root, membership):

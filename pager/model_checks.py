@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from pager.address_space import span_elements
 from pager.errors import ConfigError
 from pager.mmu.parameter import Paged
 
-# Wrappers that own their parameters' storage or gradients, by name so that torch.distributed need not be imported.
+# Wrappers that own their parameters' storage or gradients, by name so that torch.distributed need not be
+# imported.
 _WRAPPERS = {
     "DistributedDataParallel": "Manage the model first and leave DDP out; several GPUs come later",
     "FullyShardedDataParallel": "Use either FSDP or pager on a model, not both",
@@ -51,7 +52,9 @@ def _check_modules(model: nn.Module) -> None:
         if kind in _WRAPPERS:
             raise ConfigError(f"module {name or '(the model)'} is wrapped in {kind}. {_WRAPPERS[kind]}.")
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            raise ConfigError(f"module {name or '(the model)'} is sharded by FSDP2. Use either FSDP or pager, not both.")
+            raise ConfigError(
+                f"module {name or '(the model)'} is sharded by FSDP2. Use either FSDP or pager, not both."
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ConfigError(
                 f"module {name or '(the model)'} has sparse gradients, which cannot be paged yet; make it with sparse=False"
@@ -59,7 +62,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, (UninitializedParameter, UninitializedTensorMixin)):
+    if isinstance(param, UninitializedParameter):
         raise ConfigError(f"parameter {name!r} is lazy; run one forward pass before pager.manage()")
     if isinstance(param, Paged):
         raise ConfigError(
@@ -72,11 +75,15 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
             "quantised weights) cannot be paged. Leave its module out of the managed one."
         )
     if param.layout is not torch.strided:
-        raise ConfigError(f"parameter {name!r} is {param.layout}; only strided tensors can be paged. Use a dense one.")
+        raise ConfigError(
+            f"parameter {name!r} is {param.layout}; only strided tensors can be paged. Use a dense one."
+        )
     if param.is_quantized:
         raise ConfigError(f"parameter {name!r} is quantized; dequantize it before pager.manage()")
     if not param.is_leaf:
-        raise ConfigError(f"parameter {name!r} is not a leaf of the autograd graph; detach it before pager.manage()")
+        raise ConfigError(
+            f"parameter {name!r} is not a leaf of the autograd graph; detach it before pager.manage()"
+        )
     for extent, step in zip(param.size(), param.stride(), strict=True):
         if step == 0 and extent > 1:
             raise ConfigError(

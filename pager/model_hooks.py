@@ -1,7 +1,8 @@
 """The two hooks a managed model carries: one waits for its first batch, one sees ``load_state_dict(assign=True)``.
 
-Hooks live in the module's dictionaries, so they are copied and pickled with it. A copy of a managed model is an ordinary one:
-its hooks must do nothing and need nothing of ours. So ours copy to an inert function of the standard library.
+Hooks live in the module's dictionaries, so they are copied and pickled with it. A copy of a managed model is
+an ordinary one: its hooks must do nothing and need nothing of ours. So ours copy to an inert function of the
+standard library.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-
-from pager.mmu.parameter import PagedParameter
 
 if TYPE_CHECKING:
     from pager.runtime import Runtime
@@ -53,10 +52,9 @@ class _Loaded(_Hook):
     """After ``load_state_dict``: parameters that were replaced (``assign=True``) become managed again."""
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        runtime = self._runtime
-        for name, param in list(runtime.model.named_parameters()):
-            if type(param) is not PagedParameter and not any(param is known for known in runtime.small):
-                runtime.replace_parameter(name, param)
+        paged = self._runtime.paged
+        for name, param in paged.find_new():
+            paged.replace(name, param)
 
 
 class ModelHooks:

@@ -1,14 +1,14 @@
 """The page table: where each page is, and the only code that changes it.
 
-The problem: a page's bytes exist in up to two places (its home tier and a device frame), several threads want to move
-them, and moves take time. If any part of the program could write "it is over there now", sooner or later two parts
-would disagree and a page would be read where it no longer is.
+The problem: a page's bytes exist in up to two places (its home tier and a device frame), several threads want
+to move them, and moves take time. If any part of the program could write "it is over there now", sooner or
+later two parts would disagree and a page would be read where it no longer is.
 
-The protocol: a page has one small state, and the verbs below are its only transitions. Each verb takes a range of
-neighbouring pages, checks that all of them are in a state it starts from, and changes them together (numpy slices: the
-cost does not depend on the number of pages). A verb that finds anything else raises `PagerInternalError` and changes
-nothing. A move is ``begin -> (bytes move) -> end(success)``; failure goes through the same verb with
-``success=False``, so there is no second, rarely run code for it.
+The protocol: a page has one small state, and the verbs below are its only transitions. Each verb takes a
+range of neighbouring pages, checks that all of them are in a state it starts from, and changes them together
+(numpy slices: the cost does not depend on the number of pages). A verb that finds anything else raises
+`PagerInternalError` and changes nothing. A move is ``begin -> (bytes move) -> end(success)``; failure goes
+through the same verb with ``success=False``, so there is no second, rarely run code for it.
 
 ::
 
@@ -20,11 +20,12 @@ nothing. A move is ``begin -> (bytes move) -> end(success)``; failure goes throu
                              '------------ begin_page_out ----------^
       any state, unpinned --- discard ---> EMPTY
 
-EMPTY: no value (a gradient that is None). ABSENT: the value is at home only. ARRIVING: a copy to the device is under way.
-CLEAN: device and home agree. DIRTY: the device is newer, or it is the home. LEAVING: a copy to the home is under way.
+EMPTY: no value (a gradient that is None). ABSENT: the value is at home only. ARRIVING: a copy to the device
+is under way. CLEAN: device and home agree. DIRTY: the device is newer, or it is the home. LEAVING: a copy to
+the home is under way.
 
-Why not reference counts or locks per page: 70 B parameters are nine million pages, and every access covers a run of
-them. Why columns and not objects: the same reason.
+Why not reference counts or locks per page: 70 B parameters are nine million pages, and every access covers a
+run of them. Why columns and not objects: the same reason.
 
 Not thread-safe by itself: the engine's lock is held around every verb (they take microseconds).
 """
@@ -87,7 +88,8 @@ class PageTable:
             self.pins = _resized(self.pins, capacity, 0)
         self.num_pages = num_pages
 
-    # -- homes -----------------------------------------------------------------------------------------------------
+    # -- homes
+    # -----------------------------------------------------------------------------------------------------
 
     def settle(self, begin: int, end: int, home: Home, home_frame: int) -> None:
         """Give pages their home. On the device no other frame is needed (``home_frame`` is -1)."""
@@ -99,7 +101,8 @@ class PageTable:
         self._check("store_home", begin, end, (PageState.EMPTY, PageState.ABSENT))
         self.state[begin:end] = PageState.ABSENT
 
-    # -- towards the device ----------------------------------------------------------------------------------------
+    # -- towards the device
+    # ----------------------------------------------------------------------------------------
 
     def begin_page_in(self, begin: int, end: int, frame: int) -> None:
         """ABSENT -> ARRIVING, in the frames from ``frame`` on."""
@@ -125,7 +128,8 @@ class PageTable:
         self._check("mark_dirty", begin, end, (PageState.CLEAN, PageState.LEAVING, PageState.DIRTY))
         self.state[begin:end] = PageState.DIRTY
 
-    # -- away from the device --------------------------------------------------------------------------------------
+    # -- away from the device
+    # --------------------------------------------------------------------------------------
 
     def begin_page_out(self, begin: int, end: int) -> None:
         """DIRTY -> LEAVING; only for pages whose home is below the device."""
@@ -158,7 +162,8 @@ class PageTable:
         self.state[begin:end] = PageState.EMPTY
         self.frame[begin:end] = -1
 
-    # -- pins --------------------------------------------------------------------------------------------------------
+    # -- pins
+    # --------------------------------------------------------------------------------------------------------
 
     def pin(self, begin: int, end: int) -> None:
         """The pages may not move until :meth:`unpin`; they must have frames."""
@@ -171,7 +176,8 @@ class PageTable:
             raise PagerInternalError(f"unpin: pages {begin}..{end} are not all pinned")
         self.pins[begin:end] -= 1
 
-    # -- questions -----------------------------------------------------------------------------------------------------
+    # -- questions
+    # -----------------------------------------------------------------------------------------------------
 
     def has_value(self, begin: int, end: int) -> bool:
         """Whether every page of the range has a good copy somewhere."""
@@ -183,7 +189,8 @@ class PageTable:
 
     def _check(self, verb: str, begin: int, end: int, allowed: tuple[PageState, ...]) -> None:
         states = self.state[begin:end]
-        # All pages of a run share their state nearly always, so comparing with the first is the cheap common case.
+        # All pages of a run share their state nearly always, so comparing with the first is the cheap common
+        # case.
         first = states[0]
         if first in allowed and (states == first).all():
             return

@@ -32,7 +32,9 @@ _WAYS = {"meta": "captured on meta", "fake": "captured on fake tensors", "record
 class Planner:
     """Keeps the one-micro-batch trace of a managed model and makes plans of it."""
 
-    def __init__(self, model: nn.Module, segments: Sequence[Segment], table: PageTable, page_size: int) -> None:
+    def __init__(
+        self, model: nn.Module, segments: Sequence[Segment], table: PageTable, page_size: int
+    ) -> None:
         self._model = model
         self._segments = segments
         self._table = table
@@ -94,7 +96,9 @@ class Planner:
 
     def record(self, rows: Sequence[AccessRow]) -> AccessTrace:
         """Replace the trace by what a real step did."""
-        order = [row for row in rows if row.phase != Phase.UPDATE] + [row for row in rows if row.phase == Phase.UPDATE]
+        order = [row for row in rows if row.phase != Phase.UPDATE] + [
+            row for row in rows if row.phase == Phase.UPDATE
+        ]
         self.way = RECORDED
         self._capture = None
         self._set(AccessTrace.from_rows(renumbered(order)))
@@ -107,7 +111,9 @@ class Planner:
             extra = trace.num_ticks - self._capture.num_ticks
             flops = np.concatenate([self._capture.flops, np.zeros(extra)])
             moved = np.concatenate([self._capture.moved_bytes, np.zeros(extra)])
-        seconds = estimate_tick_seconds(trace, self._page_size, flops_per_tick=flops, moved_bytes_per_tick=moved)
+        seconds = estimate_tick_seconds(
+            trace, self._page_size, flops_per_tick=flops, moved_bytes_per_tick=moved
+        )
         self.trace = trace.with_seconds(seconds)
         self._plan = None
         self._first_use = {}

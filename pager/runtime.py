@@ -1,46 +1,44 @@
 """Everything behind one managed model: built by ``pager.manage``, taken apart by ``close``.
 
-Building goes from what costs nothing to what cannot fail any more: checks, budgets and the bill first; then the tiers; then
-tensor by tensor into pages, freeing each original before the next is copied, so that a model never exists twice.
+Building goes from what costs nothing to what cannot fail any more: checks, budgets and the bill first; then
+the tiers; then tensor by tensor into pages, freeing each original before the next is copied, so that a model
+never exists twice.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pager.address_space import AddressSpace, Segment, span_elements
+from pager.address_space import AddressSpace, span_elements
 from pager.config import Config, resolve_budget
-from pager.device.base import Device, make_device
+from pager.device.base import make_device
 from pager.device_budget import DeviceBudget
 from pager.engine.engine import Engine
 from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import EXTENT_BYTES, Transfers
 from pager.errors import BudgetError, ConfigError, PagerClosed
-from pager.graph.access_trace import Phase
 from pager.homes import Homes, Wanted
 from pager.host_limit import host_limit_bytes, process_bytes
 from pager.mmu import special as _special  # noqa: F401  registers the door's special calls
 from pager.mmu import values
-from pager.mmu.binding import Binding, NoTorchFunction
+from pager.mmu.binding import Binding
 from pager.mmu.gradient import Gradients
 from pager.mmu.mmu import Mmu
-from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor, unpage_tensor
+from pager.mmu.parameter import PagedParameter
 from pager.model_checks import Parameters, sort_parameters
 from pager.optim import stand_in
 from pager.optim.adopted import AdoptedOptimizer
 from pager.page_table import Home, PageTable
+from pager.paging import PagedModel
 from pager.planning import Planner
-from pager.policies.prefetch import auto_distance
 from pager.policies.protocol import make_eviction_policy
 from pager.statistics import Counters, Statistics
+from pager.step_boundary import StepBoundary, fixed_distance
 from pager.tiers.device_arena import DeviceArena
 from pager.tiers.disk_file import DiskFile
 from pager.tiers.host_arena import HostArena
@@ -48,14 +46,11 @@ from pager.units import ceil_div, format_bytes
 
 logger = logging.getLogger("pager")
 
-# Slabs of a CUDA arena: giving one back frees an eighth, while each is large enough for any operation's tensors.
+# Slabs of a CUDA arena: giving one back frees an eighth, while each is large enough for any operation's
+# tensors.
 _NUM_SLABS = 8
 # States per parameter the bill assumes until the optimizer is known: AdamW's two.
 _ASSUMED_STATES = 2
-# Originals are freed batch by batch while the model moves: at most this share of it exists twice.
-_BATCH_SHARE = 20
-# Knobs that may change while the model trains.
-_LIVE_KNOBS = ("prefetch_distance", "eviction")
 
 
 class Runtime:
@@ -68,9 +63,7 @@ class Runtime:
         self.counters = Counters()
         self.optimizers: list[AdoptedOptimizer] = []
         self._stepped: set[int] = set()
-        self._pending_knobs: dict[str, Any] = {}
-        self._step_started = time.perf_counter()
-        self._peak_host_bytes = 0
+        self._slab_frames = 0
         parameters = sort_parameters(model, config.page_bytes)
         self.device = make_device(
             config.device,
@@ -84,7 +77,8 @@ class Runtime:
             self.device.close()
             raise
 
-    # -- building ------------------------------------------------------------------------------------------------------------
+    # -- building
+    # ------------------------------------------------------------------------------------------------------------
 
     def _build(self, parameters: Parameters) -> None:
         config = self.config
@@ -104,17 +98,28 @@ class Runtime:
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )
-        self._add_slabs(arena_bytes)
+        self._add_slabs(arena_bytes, wanted)
         self.engine = self._make_engine()
         self.mmu = Mmu(self.engine)
-        self.mmu.gradients = Gradients(self.mmu, self._make_gradient)
+        self.paged = PagedModel(
+            self.model, self.mmu, self.homes, self.host, self.table, page_size=page_size, init=config.init
+        )
+        self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient)
         self.planner = Planner(self.model, self.space.segments, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
-        self.bindings: dict[str, Binding] = {}
-        self.small: list[nn.Parameter] = [param for _, param in parameters.small]
-        self.pagerd = Pagerd(self.engine, self._distance(), threaded=config.checks.daemon == "thread")
+        self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")
+        self.boundary = StepBoundary(
+            config,
+            device=self.device,
+            budget=self.budget,
+            engine=self.engine,
+            pagerd=self.pagerd,
+            planner=self.planner,
+            paged=self.paged,
+            slab_frames=self._slab_frames,
+        )
         try:
-            self._adopt_parameters(parameters)
+            self.paged.take_in_model(parameters)
             self._capture_example()
         except BaseException:
             self._take_back()
@@ -167,28 +172,36 @@ class Runtime:
         try:
             return shutil.disk_usage(config.disk).free * 9 // 10
         except OSError as error:
-            raise ConfigError(f"disk={str(config.disk)!r}: {error.strerror}; give an existing folder") from error
+            raise ConfigError(
+                f"disk={str(config.disk)!r}: {error.strerror}; give an existing folder"
+            ) from error
 
     def _open_disk(self, planned_bytes: int) -> DiskFile | None:
         if self.config.disk is None or planned_bytes == 0:
             return None
         page_size = self.config.page_bytes
-        disk = DiskFile(self.config.disk, page_size, planned_bytes // page_size, checksum=self.config.checks.happens_before)
+        disk = DiskFile(
+            self.config.disk,
+            page_size,
+            planned_bytes // page_size,
+            checksum=self.config.checks.happens_before,
+        )
         self.homes.use_disk(disk)
         return disk
 
-    def _add_slabs(self, arena_bytes: int) -> None:
+    def _add_slabs(self, arena_bytes: int, wanted: list[Wanted]) -> None:
         page_size = self.config.page_bytes
         if self.device.is_simulated:
-            state = sum(item.num_bytes for item in _wanted(sort_parameters(self.model, page_size)))
+            state = sum(item.num_bytes for item in wanted)
             frames = arena_bytes // page_size
             if self.config.device_budget is None:
-                # Nobody set a budget: no more than the whole state could ever use, with room for its page ends.
+                # Nobody set a budget: no more than the whole state could ever use, with room for its page
+                # ends.
                 frames = min(frames, 2 * ceil_div(state, page_size) + 64)
             if frames:
                 self.arena.add_slab(frames)
             return
-        largest = max((item.num_bytes for item in _wanted(sort_parameters(self.model, page_size))), default=0)
+        largest = max((item.num_bytes for item in wanted), default=0)
         num_slabs = max(min(_NUM_SLABS, arena_bytes // max(4 * largest, 1)), 1)
         self._slab_frames = arena_bytes // num_slabs // page_size
         for _ in range(num_slabs):
@@ -215,98 +228,8 @@ class Runtime:
             poison=self.config.checks.poison,
         )
 
-    def _distance(self) -> int:
-        knob = self.config.prefetch_distance
-        return 4 if knob == "auto" else int(knob)
-
-    def _adopt_parameters(self, parameters: Parameters) -> None:
-        self._initialise_small_and_buffers(parameters)
-        batch_bytes = max(sum(p.nbytes for _, p in parameters.paged) // _BATCH_SHARE, 1 << 28)
-        batch: list[tuple[str, nn.Parameter]] = []
-        filled = 0
-        for name, param in parameters.paged:
-            batch.append((name, param))
-            filled += param.nbytes
-            if filled >= batch_bytes:
-                self._adopt_batch(batch)
-                batch, filled = [], 0
-        self._adopt_batch(batch)
-        trainable = [b for b in self.bindings.values() if b.tensor.requires_grad]
-        self.homes.reserve_host([b.segment.num_bytes for b in trainable])
-        for binding in trainable:
-            self.mmu.gradients.prepare(binding)
-        self._host_view_for_checker()
-
-    def _adopt_batch(self, batch: list[tuple[str, nn.Parameter]]) -> None:
-        on_host = [
-            span_elements(p.size(), p.stride()) * p.element_size()
-            for name, p in batch
-            if self.homes.planned("parameter", name) in (None, Home.HOST)
-        ]
-        if on_host:
-            self.homes.reserve_host(on_host)
-            self._host_view_for_checker()
-        for name, param in batch:
-            self.adopt_parameter(name, param)
-
-    def _host_view_for_checker(self) -> None:
-        if self.device.checker is not None:
-            self.device.checker.resize("host", self.host.num_frames)
-
-    def adopt_parameter(self, name: str, param: nn.Parameter) -> Binding:
-        """Turn one ordinary parameter into a paged one, in place, keeping its values (none, if it is on meta)."""
-        segment = self.new_segment(
-            name=name, kind="parameter", size=param.size(), stride=param.stride(), dtype=param.dtype
-        )
-        binding = Binding(self.mmu, segment, param, type(param))
-        self.mmu.bind(binding)
-        if param.device.type != "meta":
-            data = param.data
-            self.engine.store(segment, values.storage_bytes(data, segment.size, segment.stride, segment.num_bytes))
-            if self.table.home[segment.first_page] == Home.DEVICE:
-                self.engine.wire(segment)
-        grad, param.grad = param.grad, None
-        if param.device.type == "meta":
-            _leave_meta(param, binding)
-        page_tensor(binding, PagedParameter)
-        self.bindings[name] = binding
-        if grad is not None:
-            self.mmu.gradients.prepare(binding)
-            self.mmu.gradients.set(binding, grad.to(self.device.torch_device))
-        return binding
-
-    def new_segment(self, **layout: Any) -> Segment:
-        """A segment with a home; see `Homes.new_segment`."""
-        segment = self.homes.new_segment(**layout)
-        self._host_view_for_checker()
-        self._peak_host_bytes = max(self._peak_host_bytes, self.host.used_bytes)
-        return segment
-
-    def _make_gradient(self, binding: Binding) -> Binding:
-        own = binding.segment
-        segment = self.new_segment(
-            name=own.name, kind="gradient", size=own.size, stride=own.stride, dtype=own.dtype
-        )
-        tensor = torch.empty(0, dtype=own.dtype, device=self.device.torch_device)
-        gradient = Binding(self.mmu, segment, tensor, torch.Tensor)
-        self.mmu.bind(gradient)
-        page_tensor(gradient, PagedTensor)
-        return gradient
-
-    def _initialise_small_and_buffers(self, parameters: Parameters) -> None:
-        """Small tensors and buffers become ordinary tensors on the compute device."""
-        device = self.device.torch_device
-        for _, param in parameters.small:
-            if param.device.type != "meta":
-                param.data = param.data.to(device)
-                if param.grad is not None:
-                    param.grad = param.grad.to(device)
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type != "meta":
-                    module._buffers[name] = buffer.to(device)
-
-    # -- the plan ------------------------------------------------------------------------------------------------------------
+    # -- the plan
+    # ------------------------------------------------------------------------------------------------------------
 
     def _capture_example(self) -> None:
         example = self.config.example_inputs
@@ -318,7 +241,7 @@ class Runtime:
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan from one step without data on these inputs."""
         trace = self.planner.capture(
-            list(self.bindings.values()),
+            list(self.paged.bindings.values()),
             args,
             kwargs,
             device=self.device.torch_device,
@@ -332,8 +255,10 @@ class Runtime:
 
     def _check_largest_tick(self) -> None:
         need, names = self.planner.largest_tick()
-        have = self.arena.capacity_bytes if self.device.is_simulated else self.budget.arena_bytes(
-            self.planner.peak_activation_bytes
+        have = (
+            self.arena.capacity_bytes
+            if self.device.is_simulated
+            else self.budget.arena_bytes(self.planner.peak_activation_bytes)
         )
         if need > have:
             raise BudgetError(
@@ -347,13 +272,18 @@ class Runtime:
         activations = self.planner.peak_activation_bytes
         if self.device.is_simulated or activations is None:
             return
-        largest = max((b.segment.num_bytes for b in self.bindings.values()), default=0)
-        # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the update.
+        largest = max((b.segment.num_bytes for b in self.paged.bindings.values()), default=0)
+        # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the
+        # update.
         target = self.budget.arena_bytes(activations + 2 * largest + 4 * EXTENT_BYTES)
-        while self._slab_frames and self.arena.capacity_bytes + self._slab_frames * self.arena.page_size <= target:
+        while (
+            self._slab_frames
+            and self.arena.capacity_bytes + self._slab_frames * self.arena.page_size <= target
+        ):
             self.arena.add_slab(self._slab_frames)
 
-    # -- optimizers ----------------------------------------------------------------------------------------------------------
+    # -- optimizers
+    # ----------------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> AdoptedOptimizer:
         """The adopted form of a user's optimizer, made at first sight. Raises ConfigError where that cannot be."""
@@ -372,7 +302,7 @@ class Runtime:
         adopted = AdoptedOptimizer(
             optimizer,
             self.mmu,
-            new_segment=self.new_segment,
+            new_segment=self.paged.new_segment,
             reserve=self.homes.reserve_host,
             end_step=self._optimizer_stepped,
         )
@@ -389,129 +319,12 @@ class Runtime:
             self._end_step()
 
     def _end_step(self) -> None:
-        """The step boundary: knobs, new parameters, trace and arena change here and nowhere else."""
-        self.counters.num_steps += 1
-        self.counters.stall_seconds += self.device.drain_stall_seconds()
         self.mmu.end_step()
-        self._apply_knobs()
-        self._adopt_new_parameters()
-        engine = self.engine
-        with engine.lock:
-            self.counters.deviations = engine.timeline.deviations
-            renew = engine.timeline.end_step()
-            rows = engine.timeline.take_recording()
-            trace = self.planner.trace
-            if renew:
-                engine.timeline.follow(self.planner.record(rows))
-            elif trace is not None and not trace.num_update_rows:
-                update = self.planner.with_update([row for row in rows if row.phase == Phase.UPDATE])
-                if update is not None:
-                    engine.timeline.follow(update, engine.timeline.micro_batches)
-        self._adapt_arena()
-        self._adapt_distance()
+        self.boundary.cross()
+        self.config = self.boundary.config
 
-    def _adapt_arena(self) -> None:
-        if self.device.is_simulated:
-            return
-        spare = self.budget.spare_bytes()
-        slab_bytes = self._slab_frames * self.arena.page_size
-        if spare < 0 and self.arena.num_slabs > 1:
-            index = self.arena.num_slabs - 1
-            self.pagerd.pause()
-            try:
-                self.engine.drain()
-                runs = [run for run in self.arena.slab_owners(index)]
-                if all(not run.wired and not run.pins for run in runs) and self.engine.reclaimer.evict(runs):
-                    self.arena.remove_slab(index)
-                    self.device.release_cached_memory()
-                    logger.info("device memory was short: the arena now has %s", format_bytes(self.arena.capacity_bytes))
-            finally:
-                self.pagerd.resume()
-        elif slab_bytes and spare >= slab_bytes and self.arena.capacity_bytes < self._state_bytes():
-            self.device.release_cached_memory()
-            self.arena.add_slab(self._slab_frames)
-
-    def _state_bytes(self) -> int:
-        return sum(segment.num_pages for segment in self.space.segments) * self.arena.page_size
-
-    def _adapt_distance(self) -> None:
-        now = time.perf_counter()
-        seconds = now - self._step_started
-        self._step_started = now
-        if self.config.prefetch_distance != "auto" or not self.counters.page_in_bytes:
-            return
-        trace = self.engine.timeline.trace
-        if trace is None:
-            return
-        extents = max(int(np.sum(-(-trace.num_pages.astype(np.int64) * self.arena.page_size // EXTENT_BYTES))), 1)
-        self.pagerd.set_distance(
-            auto_distance(
-                self._link_bandwidth(),
-                seconds / extents,
-                EXTENT_BYTES,
-                spare_bytes=self.arena.capacity_bytes // 2,
-            )
-        )
-
-    def _link_bandwidth(self) -> float:
-        """Bytes per second from host to device, measured once with copies of one extent."""
-        if not hasattr(self, "_bandwidth"):
-            self._bandwidth = self.device.measure_bandwidth(EXTENT_BYTES)
-            self.pagerd.bandwidth_bytes_per_second = self._bandwidth
-        return self._bandwidth
-
-    def _apply_knobs(self) -> None:
-        knobs, self._pending_knobs = self._pending_knobs, {}
-        if not knobs:
-            return
-        self.config = self.config.replace(**knobs)
-        if "prefetch_distance" in knobs:
-            self.pagerd.set_distance(self._distance())
-        if "eviction" in knobs:
-            with self.engine.lock:
-                self.engine.policy = make_eviction_policy(self.config.eviction)
-                self.engine.policy.resize(len(self.space.segments))
-            self.planner.forget_plan()
-
-    def set(self, **knobs: Any) -> None:
-        """Change knobs at the next step boundary. Raises at once for values that cannot work."""
-        fixed = sorted(set(knobs) - set(_LIVE_KNOBS))
-        self.config.replace(**knobs)
-        if fixed:
-            raise ConfigError(
-                f"{', '.join(fixed)} cannot change while the model is managed (only {', '.join(_LIVE_KNOBS)}); close() it and "
-                "manage it again"
-            )
-        self._pending_knobs.update(knobs)
-
-    def _adopt_new_parameters(self) -> None:
-        """Parameters that came into the model after ``manage()`` are managed from this step boundary on."""
-        known = {id(binding.tensor) for binding in self.bindings.values()} | {id(param) for param in self.small}
-        for name, param in self.model.named_parameters():
-            if id(param) in known or type(param) is PagedParameter:
-                continue
-            self.take_in(name, param)
-
-    def take_in(self, name: str, param: nn.Parameter) -> None:
-        """Manage one parameter that is not managed yet."""
-        if span_elements(param.size(), param.stride()) * param.element_size() < self.config.page_bytes:
-            param.data = param.data.to(self.device.torch_device)
-            self.small.append(param)
-            return
-        unique = name
-        while unique in self.bindings:
-            unique += "'"
-        self.mmu.gradients.prepare(self.adopt_parameter(unique, param))
-        self.planner.forget_plan()
-
-    def replace_parameter(self, name: str, param: nn.Parameter) -> None:
-        """``load_state_dict(assign=True)`` put another object in a managed parameter's place: manage that one."""
-        old = self.bindings.pop(name, None)
-        if old is not None and type(old.tensor) is PagedParameter:
-            self._take_back_parameter(old)
-        self.take_in(name, param)
-
-    # -- questions -----------------------------------------------------------------------------------------------------------
+    # -- questions
+    # -----------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """What happened so far."""
@@ -525,8 +338,8 @@ class Runtime:
             peak_resident_bytes=self.arena.peak_resident_bytes,
             wired_bytes=wired,
             device_budget_bytes=self.budget.limit_bytes,
-            host_bytes=self.host.used_bytes,
-            peak_host_bytes=self.host.peak_bytes,
+            host_bytes=self.host.reserved_bytes,
+            peak_host_bytes=self.host.peak_reserved_bytes,
             host_budget_bytes=self.host_budget_bytes,
             disk_bytes=self.disk.used_bytes if self.disk is not None else 0,
             peak_disk_bytes=self.disk.peak_bytes if self.disk is not None else 0,
@@ -540,9 +353,12 @@ class Runtime:
 
     def bindings_of(self, module: nn.Module) -> list[Binding]:
         """The paged parameters of ``module``."""
-        return [p._pager for p in module.parameters() if type(p) is PagedParameter and p._pager.mmu is self.mmu]
+        return [
+            p._pager for p in module.parameters() if type(p) is PagedParameter and p._pager.mmu is self.mmu
+        ]
 
-    # -- the end -------------------------------------------------------------------------------------------------------------
+    # -- the end
+    # -------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ordinary parameters, gradients and optimizer states on the CPU again. Idempotent."""
@@ -560,22 +376,11 @@ class Runtime:
         self.closed = True
         stand_in.unwatch(self.mmu)
         self.pagerd.close()
-        cpu = torch.device("cpu")
         for adopted in self.optimizers:
             if adopted.alive:
                 adopted.close(lambda state: values.cpu_tensor(self.mmu, state, alias=True))
-        for binding in self.bindings.values():
-            self._take_back_parameter(binding)
+        self.paged.take_out_model()
         self.mmu.closed = True
-        for param in self.small:
-            with NoTorchFunction():
-                param.data = param.data.to(cpu)
-                if param.grad is not None:
-                    param.grad = param.grad.to(cpu)
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(cpu)
         self.mmu.end_step()
         self.engine.drain()
         self.budget.close()
@@ -586,23 +391,6 @@ class Runtime:
             self.disk.close()
         self.arena.close()
         self.device.close()
-
-    def _take_back_parameter(self, binding: Binding) -> None:
-        data = values.cpu_tensor(self.mmu, binding, alias=True)
-        grad = self.mmu.gradients.get(binding)
-        if isinstance(grad, PagedTensor):
-            grad = values.cpu_tensor(self.mmu, grad._pager, alias=True)
-        if binding.hook is not None:
-            binding.hook.remove()
-        unpage_tensor(binding, data)
-        if grad is not None:
-            binding.tensor.grad = grad
-
-
-def _leave_meta(param: nn.Parameter, binding: Binding) -> None:
-    """A meta parameter cannot take data of another device in place; swap the C++ tensors of the two."""
-    fresh = nn.Parameter(binding.phantom, requires_grad=param.requires_grad)
-    torch.utils.swap_tensors(param, fresh)
 
 
 def _wanted(parameters: Parameters) -> list[Wanted]:
@@ -635,6 +423,7 @@ def iterate_optimizers(optimizer: Any) -> Iterable[Optimizer]:
     found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for item in found:
         if not isinstance(item, Optimizer):
-            raise TypeError(f"optimizer is a {type(item).__name__}; expected a torch.optim.Optimizer, or a list of them")
+            raise TypeError(
+                f"optimizer is a {type(item).__name__}; expected a torch.optim.Optimizer, or a list of them"
+            )
     return found
-

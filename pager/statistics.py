@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class Statistics:
     """A snapshot; every name carries its unit (``_bytes``, ``_seconds``) or is a count.
 
-    An access is one segment named by one operation. It is a *hit* when its pages were on the device, a *minor fault*
-    when they were on their way, a *major fault* when nobody had asked for them in time.
+    An access is one segment named by one operation. It is a *hit* when its pages were on the device, a *minor
+    fault* when they were on their way, a *major fault* when nobody had asked for them in time.
     """
 
     page_in_bytes: int = 0

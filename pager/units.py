@@ -38,7 +38,9 @@ def parse_size(size: int | str, *, name: str = "size") -> int:
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
-        raise ValueError(f'{name} is {size!r}; expected a number and a unit, such as "8GiB", "512MiB", "128KiB"')
+        raise ValueError(
+            f'{name} is {size!r}; expected a number and a unit, such as "8GiB", "512MiB", "128KiB"'
+        )
     return round(float(match.group(1)) * factor)
 
 

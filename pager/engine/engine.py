@@ -2,16 +2,18 @@
 
 ``acquire`` serves one access in numbered phases:
 
-1. look up (locked)     a run that covers the pages: pin it and go on; a run under way: wait for its event on the stream
-2. place (locked)       take frames, evicting by next use where there are none (`pager.engine.reclaim`)
-3. move                 enqueue the copies; nobody else may use the run yet
-4. publish (locked)     others may use the run; the compute stream waits for the copies by event
+1. look up (locked) a run that covers the pages: pin it and go on; a run under way: wait for its event on the
+stream 2. place (locked) take frames, evicting by next use where there are none (`pager.engine.reclaim`) 3.
+move enqueue the copies; nobody else may use the run yet 4. publish (locked) others may use the run; the
+compute stream waits for the copies by event
 
-Every use is a *lease*: a fresh tensor over the frames whose storage has an owner of ours. Its death puts a note on a
-`SimpleQueue` (it may die inside garbage collection, under any lock), and the next entry of the engine works the notes off:
-records one event on the stream that used the frames, sees whether the tensor's version moved (then the pages are dirty), unpins.
+Every use is a *lease*: a fresh tensor over the frames whose storage has an owner of ours. Its death puts a
+note on a `SimpleQueue` (it may die inside garbage collection, under any lock), and the next entry of the
+engine works the notes off: records one event on the stream that used the frames, sees whether the tensor's
+version moved (then the pages are dirty), unpins.
 
-One lock guards all metadata; it is held for microseconds and never over a copy, an I/O, a callback or a log call.
+One lock guards all metadata; it is held for microseconds and never over a copy, an I/O, a callback or a log
+call.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Engine:
         self._released: queue.SimpleQueue[Run] = queue.SimpleQueue()
         self._evicted_once: set[int] = set()
 
-    # -- segments --------------------------------------------------------------------------------------------------------
+    # -- segments
+    # --------------------------------------------------------------------------------------------------------
 
     def register(self, segment: Segment, version: Callable[[], int]) -> None:
         """Make a segment known; ``version`` answers the version counter of its tensor."""
@@ -131,7 +134,8 @@ class Engine:
         event = h2d.record()
         return {event.stream.index: event}
 
-    # -- faults ------------------------------------------------------------------------------------------------------------
+    # -- faults
+    # ------------------------------------------------------------------------------------------------------------
 
     def acquire(self, segment: Segment, first: int, num_pages: int, *, overwrite: bool = False) -> Run:
         """Pin pages on the device and make the current stream wait for them.
@@ -310,7 +314,8 @@ class Engine:
                 # Another thread is moving runs, which pins them for a moment; what it leaves behind may do.
                 self.changed.wait()
 
-    # -- leases ------------------------------------------------------------------------------------------------------------
+    # -- leases
+    # ------------------------------------------------------------------------------------------------------------
 
     def lease(self, run: Run) -> torch.Tensor:
         """The pinned run as a fresh uint8 tensor; takes over one pin, given back when its last view dies."""
@@ -368,7 +373,8 @@ class Engine:
             self.table.mark_dirty(run.begin, run.end)
             run.version = self._versions[run.segment.index]()
 
-    # -- many at once ------------------------------------------------------------------------------------------------------
+    # -- many at once
+    # ------------------------------------------------------------------------------------------------------
 
     def acquire_all(self, wanted: Sequence[tuple[Segment, int, int, bool]], what: str) -> list[Run]:
         """Acquire several ranges (segment, first page, pages, overwrite) for one operation, all or none.
@@ -416,7 +422,8 @@ class Engine:
             f"{format_bytes(max(need - largest, page_size))}, or drop views of managed tensors that you keep."
         )
 
-    # -- values ------------------------------------------------------------------------------------------------------------
+    # -- values
+    # ------------------------------------------------------------------------------------------------------------
 
     def store(self, segment: Segment, source: torch.Tensor) -> None:
         """Give the segment the bytes of ``source`` (uint8, on any device), at its home. No device copy may exist."""
@@ -437,13 +444,15 @@ class Engine:
     def discard(self, segment: Segment) -> None:
         """The segment has no value any more; its pages become EMPTY.
 
-        Views of the old value stay good: their run becomes an orphan, whose frames go when the last view does.
+        Views of the old value stay good: their run becomes an orphan, whose frames go when the last view
+        does.
         """
         self.drain()
         with self.lock:
-            while any(not run.issued for run in self._runs[segment.index]) or (
-                self.table.state[segment.first_page : segment.last_page] == PageState.LEAVING
-            ).any():
+            while (
+                any(not run.issued for run in self._runs[segment.index])
+                or (self.table.state[segment.first_page : segment.last_page] == PageState.LEAVING).any()
+            ):
                 self.changed.wait()
             for run in list(self._runs[segment.index]):
                 self._orphan(run)
@@ -498,7 +507,8 @@ class Engine:
             for run in self._runs[segment.index]:
                 run.wired = True
 
-    # -- background ----------------------------------------------------------------------------------------------------
+    # -- background
+    # ----------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """pagerd could not go on; the next access, step or close raises ``error``."""
@@ -517,5 +527,3 @@ class Engine:
 
 def _nothing() -> None:
     return
-
-

@@ -1,12 +1,12 @@
 """pagerd: carries the plan out ahead of the compute.
 
-After each access it looks at what the trace expects next and pages in what is absent, nearest use first, as many extents as the
-prefetch policy says. It never evicts something that is needed sooner than what it brings, and stands back while a
-demand fault looks for frames.
+After each access it looks at what the trace expects next and pages in what is absent, nearest use first, as
+many extents as the prefetch policy says. It never evicts something that is needed sooner than what it brings,
+and stands back while a demand fault looks for frames.
 
-As a thread (the default) it also hides the disk's latency; it sleeps on a condition between accesses, so it costs nothing
-while the model computes. Inline it does the same work on the caller's thread, which makes tests repeatable. If it fails it
-stops, and the error is raised at the next fault, step or close.
+As a thread (the default) it also hides the disk's latency; it sleeps on a condition between accesses, so it
+costs nothing while the model computes. Inline it does the same work on the caller's thread, which makes tests
+repeatable. If it fails it stops, and the error is raised at the next fault, step or close.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Pagerd:
                 break
         return rows, issued
 
-    # -- the thread --------------------------------------------------------------------------------------------------------
+    # -- the thread
+    # --------------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while True:

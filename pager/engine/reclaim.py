@@ -1,17 +1,18 @@
 """Making room on the device.
 
-The problem: frames must come free while other threads use, pin and write to what stands in them, and no lock may be held
-while bytes move. So reclaim works in phases, and every later phase may drop what an earlier one chose:
+The problem: frames must come free while other threads use, pin and write to what stands in them, and no lock
+may be held while bytes move. So reclaim works in phases, and every later phase may drop what an earlier one
+chose:
 
-1. choose (locked)     ask the policy for an eviction order of the runs that may go, and the arena for the cheapest window
-2. begin (locked)      DIRTY victims become LEAVING: from now on a write to them is seen
-3. write back          their copies to the home are enqueued; a disk is waited for
-4. end (locked)        LEAVING becomes CLEAN, or DIRTY again if the write failed: then the error is raised and nothing is lost
-5. evict (locked)      victims that nobody pinned or wrote meanwhile leave; if one did, the caller looks again from 1
+1. choose (locked) ask the policy for an eviction order of the runs that may go, and the arena for the
+cheapest window 2. begin (locked) DIRTY victims become LEAVING: from now on a write to them is seen 3. write
+back their copies to the home are enqueued; a disk is waited for 4. end (locked) LEAVING becomes CLEAN, or
+DIRTY again if the write failed: then the error is raised and nothing is lost 5. evict (locked) victims that
+nobody pinned or wrote meanwhile leave; if one did, the caller looks again from 1
 
-A run that was prefetched and not used yet may be evicted for a demand fault only: among prefetches it would be
-thrown out for something needed later. Why not one lock over it all: a write to disk takes milliseconds, and the compute thread
-would stand still for pages it does not need.
+A run that was prefetched and not used yet may be evicted for a demand fault only: among prefetches it would
+be thrown out for something needed later. Why not one lock over it all: a write to disk takes milliseconds,
+and the compute thread would stand still for pages it does not need.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Reclaimer:
                     continue
                 state = int(engine.table.state[run.begin])
                 if state == PageState.ARRIVING:
-                    # Nobody used it; the copy may still be under way, and h2d runs in order, so its frames and the
-                    # home it reads are ordered against whatever comes next by the events kept here.
+                    # Nobody used it; the copy may still be under way, and h2d runs in order, so its frames
+                    # and the home it reads are ordered against whatever comes next by the events kept here.
                     engine.table.end_page_in(run.begin, run.end, success=True)
                     state = PageState.CLEAN
                 if not self._may_go(run) or state != PageState.CLEAN:

@@ -19,14 +19,14 @@ class Run:
 
     The page table owns the pages' states and pins. A run keeps what belongs to this stay on the device:
 
-    issued: the copy that fills it has been enqueued (or it needs none); until then only its issuer may use it.
-    fence: events of the frames' former users; the first work that writes the frames waits for them.
-    ready: the event after which the bytes are there; None if the compute stream itself writes them.
-    waited: indices of the streams that already waited for ``ready`` (and ``fence``).
-    users: streams that use the run now; uses: per stream the event after which the last use is over.
-    escaped: a raw pointer or an uncounted alias was given out, so any use may have written.
-    orphan: the segment has dropped this value; the frames go when the last lease does.
-    version: the tensor's version counter when device and home were last known to agree, or a write was last noted.
+    issued: the copy that fills it has been enqueued (or it needs none); until then only its issuer may use
+    it. fence: events of the frames' former users; the first work that writes the frames waits for them.
+    ready: the event after which the bytes are there; None if the compute stream itself writes them. waited:
+    indices of the streams that already waited for ``ready`` (and ``fence``). users: streams that use the run
+    now; uses: per stream the event after which the last use is over. escaped: a raw pointer or an uncounted
+    alias was given out, so any use may have written. orphan: the segment has dropped this value; the frames
+    go when the last lease does. version: the tensor's version counter when device and home were last known to
+    agree, or a write was last noted.
     """
 
     segment: Segment

@@ -1,14 +1,15 @@
 """Where the training step is in its cycle, and when each segment is used next.
 
-The step is a program that repeats, so the future is known: the trace lists every access of one step. Following it costs one
-integer comparison an access. When an access is not the expected one (control flow, evaluation, a user's own read)
+The step is a program that repeats, so the future is known: the trace lists every access of one step.
+Following it costs one integer comparison an access. When an access is not the expected one (control flow,
+evaluation, a user's own read)
 
 1. look a little ahead: a branch that was skipped leaves the trace aligned again after it;
 2. at the start of a forward look at the start of the trace: another micro-batch, or a new step;
 3. else the access is off the trace: it is served and counted, and the position stays.
 
-Positions are absolute (they never wrap): ``cycle * len(trace) + row``. Nothing here decides correctness: a wrong
-position costs time only.
+Positions are absolute (they never wrap): ``cycle * len(trace) + row``. Nothing here decides correctness: a
+wrong position costs time only.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Timeline:
         self._bad_steps = 0
         self._segments: list[int] = []
 
-    # -- the trace -----------------------------------------------------------------------------------------------------
+    # -- the trace
+    # -----------------------------------------------------------------------------------------------------
 
     def resize(self, num_segments: int) -> None:
         """Segments are 0 .. num_segments-1 from now on."""
@@ -89,7 +91,8 @@ class Timeline:
         # Written from the farthest to the nearest, so the nearest access of each segment stays.
         self._next_use[self.trace.segment[order]] = ahead + (self.position - row)
 
-    # -- following -----------------------------------------------------------------------------------------------------
+    # -- following
+    # -----------------------------------------------------------------------------------------------------
 
     def new_tick(self) -> None:
         """The accesses that follow belong to one operation."""
@@ -140,7 +143,11 @@ class Timeline:
 
     def begin_update(self) -> None:
         """The optimizer step begins."""
-        if self.trace is not None and self.trace.num_update_rows and self.position % len(self.trace) != self._update_row:
+        if (
+            self.trace is not None
+            and self.trace.num_update_rows
+            and self.position % len(self.trace) != self._update_row
+        ):
             self._seek(self._update_row)
 
     def end_step(self) -> bool:
@@ -164,7 +171,8 @@ class Timeline:
         self._tick = -1
         return rows
 
-    # -- the future ------------------------------------------------------------------------------------------------------
+    # -- the future
+    # ------------------------------------------------------------------------------------------------------
 
     def ticks_until_use(self, segments: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows until each segment's next use. Without a trace: the longer unused, the farther (LRU's guess)."""

@@ -2,8 +2,9 @@
 
 Every copy is put on the stream of its direction and ordered by events alone:
 
-page in   (stream h2d)  waits for the frames' fence (their former users) and for the last write of the home copy.
-page out  (stream d2h)  waits for the last uses of the run, and for a page in that still reads the same home frames.
+page in (stream h2d) waits for the frames' fence (their former users) and for the last write of the home copy.
+page out (stream d2h) waits for the last uses of the run, and for a page in that still reads the same home
+frames.
 
 A home on disk goes through a bounce buffer in host memory; there the host waits for the file, and counts it.
 """
@@ -75,7 +76,8 @@ class Transfers:
         self._home_read: dict[int, Event] = {}
         self._bounce = _Bounce(EXTENT_BYTES) if disk is not None else None
 
-    # -- device <- home ------------------------------------------------------------------------------------------------
+    # -- device <- home
+    # ------------------------------------------------------------------------------------------------
 
     def page_in(self, run: Run) -> None:
         """Enqueue the copies that fill ``run``; sets ``run.ready``. Raises TierIOError if the disk fails."""
@@ -115,7 +117,8 @@ class Transfers:
         finally:
             bounce.release(event)
 
-    # -- device -> home ------------------------------------------------------------------------------------------------
+    # -- device -> home
+    # ------------------------------------------------------------------------------------------------
 
     def page_out(self, run: Run) -> Event | None:
         """Enqueue the copies of ``run`` to its home; the event after which the home is good.
@@ -161,7 +164,8 @@ class Transfers:
         finally:
             bounce.release()
 
-    # -- the host's own access to homes --------------------------------------------------------------------------------
+    # -- the host's own access to homes
+    # --------------------------------------------------------------------------------
 
     def home_bytes(self, segment: Segment, *, write: bool) -> torch.Tensor | None:
         """The segment's home in host memory as uint8, after waiting for copies under way; None if it is elsewhere."""

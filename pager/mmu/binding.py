@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,19 +10,21 @@ if TYPE_CHECKING:
     from pager.address_space import Segment
     from pager.mmu.mmu import Mmu
 
-# Slots of the C++ class, called with torch functions disabled: they act on the tensor object, not on its pages.
+# Slots of the C++ class, called with torch functions disabled: they act on the tensor object, not on its
+# pages.
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass
-_tensor_base = torch._C.TensorBase
-_set_data = _tensor_base.data.__set__  # type: ignore[attr-defined]
-_get_grad = _tensor_base.grad.__get__  # type: ignore[attr-defined]
-_set_grad = _tensor_base.grad.__set__  # type: ignore[attr-defined]
-_get_version = _tensor_base._version.__get__  # type: ignore[attr-defined]
+_tensor_base: Any = torch._C.TensorBase
+_set_data = _tensor_base.data.__set__
+_get_grad = _tensor_base.grad.__get__
+_set_grad = _tensor_base.grad.__set__
+_get_version = _tensor_base._version.__get__
 
 
 def make_phantom(size: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What a tensor's storage is while absent: one NaN of its dtype on the compute device, expanded to its shape.
 
-    Whatever slips past the door then reads NaN, not stale numbers. Integer dtypes have no NaN; they get their least value.
+    Whatever slips past the door then reads NaN, not stale numbers. Integer dtypes have no NaN; they get their
+    least value.
     """
     if dtype.is_floating_point or dtype.is_complex:
         value: float | int | bool = float("nan")
@@ -31,17 +33,23 @@ def make_phantom(size: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     return torch.full((1,), value, dtype=dtype, device=device).expand(size)
 
 
-def strided_view(storage: torch.UntypedStorage, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+def strided_view(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    size: torch.Size,
+    stride: tuple[int, ...],
+    offset: int = 0,
+) -> torch.Tensor:
     """An ordinary tensor over ``storage`` with this layout (offset in elements)."""
     view = torch.empty(0, dtype=dtype, device=storage.device)
-    return view.set_(storage, offset, size, stride)  # type: ignore[call-overload]
+    return view.set_(storage, offset, size, stride)
 
 
 class Binding:
     """A paged tensor's segment, its phantom, and how many operations use it now.
 
-    ``uses`` and the swap of ``tensor.data`` belong together: the first use points the tensor at its frames, the last one
-    back at the phantom. The MMU's lock guards both.
+    ``uses`` and the swap of ``tensor.data`` belong together: the first use points the tensor at its frames,
+    the last one back at the phantom. The MMU's lock guards both.
     """
 
     __slots__ = ("gradient", "hook", "meta", "mmu", "original_class", "phantom", "segment", "tensor", "uses")

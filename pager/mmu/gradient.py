@@ -1,9 +1,10 @@
 """Gradients: from autograd into their segments, and back to whoever asks for ``p.grad``.
 
-Autograd accumulates into the parameter object itself. A hook takes each finished gradient from there at once: the first of
-a step is copied into the gradient's segment, later ones are added to it (the same addition, in the same order, that autograd
-would have done). So at any time a parameter has either no gradient, or one in its segment.
-The hook can fire twice in one backward (reentrant checkpointing); that is just one more addition.
+Autograd accumulates into the parameter object itself. A hook takes each finished gradient from there at once:
+the first of a step is copied into the gradient's segment, later ones are added to it (the same addition, in
+the same order, that autograd would have done). So at any time a parameter has either no gradient, or one in
+its segment. The hook can fire twice in one backward (reentrant checkpointing); that is just one more
+addition.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Gradients:
 
     def __init__(self, mmu: Mmu, make: Callable[[Binding], Binding]) -> None:
         self._mmu = mmu
-        # Makes the binding of a parameter's gradient: a segment of the same layout and a place at home for it.
+        # Makes the binding of a parameter's gradient: a segment of the same layout and a place at home for
+        # it.
         self._make = make
         # Counts changes of gradients, so that a repeated step() can be told from a new one.
         self.generation = 0
@@ -56,7 +58,8 @@ class Gradients:
                 "sparse=False in the embedding."
             )
         if grad.requires_grad:
-            # backward(create_graph=True): the user goes on differentiating it; it is taken at the optimizer step.
+            # backward(create_graph=True): the user goes on differentiating it; it is taken at the optimizer
+            # step.
             return
         self._add(binding, grad)
         binding.set_raw_grad(None)
@@ -72,7 +75,9 @@ class Gradients:
             )
         engine = self._mmu.engine
         overwrite = not engine.has_value(slot.segment)
-        run, view = self._mmu.fault(slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}")
+        run, view = self._mmu.fault(
+            slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}"
+        )
         with torch.no_grad():
             if overwrite:
                 view.copy_(grad)

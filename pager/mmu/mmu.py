@@ -1,8 +1,8 @@
 """The memory-management unit: what happens to a paged tensor when an operation names it.
 
-One operation, in order: the segments it names are noted in the timeline and acquired (faults, waits, pins); each
-tensor is pointed at its frames; the operation runs; the tensors are pointed back at their phantoms. What the operation
-returns may be a view of the frames; the storage's owner then keeps them pinned.
+One operation, in order: the segments it names are noted in the timeline and acquired (faults, waits, pins);
+each tensor is pointed at its frames; the operation runs; the tensors are pointed back at their phantoms. What
+the operation returns may be a view of the frames; the storage's owner then keeps them pinned.
 """
 
 from __future__ import annotations
@@ -50,10 +50,15 @@ class Mmu:
         self.bindings[binding.segment.index] = binding
         self.engine.register(binding.segment, binding.version)
 
-    # -- one operation -----------------------------------------------------------------------------------------------------
+    # -- one operation
+    # -----------------------------------------------------------------------------------------------------
 
     def run(
-        self, bindings: Sequence[Binding], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        bindings: Sequence[Binding],
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run ``func`` with the bound tensors resident. Called with torch functions enabled; disables them inside."""
         leases = self.enter(bindings, getattr(func, "__name__", "an operation"))
@@ -101,7 +106,9 @@ class Mmu:
         with engine.lock:
             engine.timeline.new_tick()
             for binding in bindings:
-                engine.timeline.access(binding.segment.index, 0, binding.segment.num_pages, write=write, phase=phase)
+                engine.timeline.access(
+                    binding.segment.index, 0, binding.segment.num_pages, write=write, phase=phase
+                )
 
     def _check_values(self, bindings: Sequence[Binding], what: str) -> None:
         for binding in bindings:
@@ -116,9 +123,12 @@ class Mmu:
                     )
                 )
 
-    # -- single tensors ----------------------------------------------------------------------------------------------------
+    # -- single tensors
+    # ----------------------------------------------------------------------------------------------------
 
-    def fault(self, binding: Binding, phase: int, *, overwrite: bool = False, what: str = "an access") -> tuple[Run, torch.Tensor]:
+    def fault(
+        self, binding: Binding, phase: int, *, overwrite: bool = False, what: str = "an access"
+    ) -> tuple[Run, torch.Tensor]:
         """One whole tensor as an ordinary tensor over a fresh lease."""
         self._check_open()
         if self.aliases:
@@ -142,7 +152,9 @@ class Mmu:
             self.aliases.settle([binding])
         segment = binding.segment
         self.note([binding], Phase.BACKWARD)
-        run = self.engine.acquire_all([(segment, 0, segment.num_pages, False)], f"backward through {segment.name}")[0]
+        run = self.engine.acquire_all(
+            [(segment, 0, segment.num_pages, False)], f"backward through {segment.name}"
+        )[0]
         with _ordinary_tensors():
             lease = self.engine.lease(run)
             return strided_view(lease.untyped_storage(), dtype, size, stride, offset)

@@ -1,7 +1,8 @@
 """The door: tensor classes whose every torch operation passes through the MMU.
 
-`manage` sets the class of each managed parameter to `PagedParameter`: the same object, so hooks, optimizer references and
-`state_dict` keys stay. Gradients and optimizer state are `PagedTensor`s behind the same door. A call falls into one of
+`manage` sets the class of each managed parameter to `PagedParameter`: the same object, so hooks, optimizer
+references and `state_dict` keys stay. Gradients and optimizer state are `PagedTensor`s behind the same door.
+A call falls into one of
 
 - metadata (shape, dtype ...): answered by the phantom; strides by a meta twin;
 - special (`.grad`, `.data`, raw pointers, autograd.grad ...): see `pager.mmu.special`;
@@ -81,7 +82,9 @@ def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return mmu.run(bindings, func, args, kwargs)
 
 
-def _access_of_several_models(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding]) -> Any:
+def _access_of_several_models(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding]
+) -> Any:
     """An operation on tensors of more than one managed model, such as an average of two."""
     mmu = bindings[0].mmu
     own = [binding for binding in bindings if binding.mmu is mmu]

@@ -1,14 +1,17 @@
 """Tensors that autograd saves while an operation runs on device frames.
 
-The problem: autograd saves a weight, or a view of it such as ``weight.t()``, for backward. The saved tensor keeps the frame's
-storage, and by the time of backward something else stands there: wrong gradients and no error.
+The problem: autograd saves a weight, or a view of it such as ``weight.t()``, for backward. The saved tensor
+keeps the frame's storage, and by the time of backward something else stands there: wrong gradients and no
+error.
 
-So an operation runs under saved-tensor hooks. What lies in a managed frame is packed as (segment, version, layout) and faulted
-in again on unpack; if the segment was written meanwhile, unpack raises torch's own error. An unpacked tensor leases its
-pages, so they stay until autograd drops it. Everything else is passed on:
+So an operation runs under saved-tensor hooks. What lies in a managed frame is packed as (segment, version,
+layout) and faulted in again on unpack; if the segment was written meanwhile, unpack raises torch's own error.
+An unpacked tensor leases its pages, so they stay until autograd drops it. Everything else is passed on:
 
-- to the hooks beneath ours, if there are any (checkpointing, a user's own): they see what they would have seen without us;
-- else it is kept, detached (a saved output that kept its grad_fn would be a reference cycle), with its version: hooks switch off
+- to the hooks beneath ours, if there are any (checkpointing, a user's own): they see what they would have
+seen without us;
+- else it is kept, detached (a saved output that kept its grad_fn would be a reference cycle), with its
+version: hooks switch off
   torch's in-place check, so we make it.
 
 Why not pin from forward to backward: then nothing could ever leave.
@@ -58,7 +61,7 @@ class _SavedFrame:
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.offset = int(tensor.storage_offset())
 
     def unpack(self) -> torch.Tensor:
         found = self.binding.version()
@@ -112,7 +115,8 @@ def saving_frames(frames: dict[int, Binding]) -> torch.autograd.graph.saved_tens
     beneath = _top_hooks(False)
 
     def pack(tensor: torch.Tensor) -> _SavedFrame | _SavedBeneath | _SavedOrdinary:
-        # Looking at storage of a tensor without one (sparse, functional wrappers) raises; such are never frames.
+        # Looking at storage of a tensor without one (sparse, functional wrappers) raises; such are never
+        # frames.
         binding = frames.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if binding is not None:
             return _SavedFrame(binding, tensor)

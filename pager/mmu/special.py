@@ -11,6 +11,8 @@ from pager.errors import ConfigError
 from pager.mmu.binding import NoTorchFunction
 from pager.mmu.parameter import SPECIAL, Paged, access
 
+# torch's stubs do not know that class attributes are descriptors.
+_Tensor: Any = torch.Tensor
 _Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -28,29 +30,30 @@ def _method(name: str) -> Any:
     return getattr(torch.Tensor, name, None)
 
 
-# -- .grad ---------------------------------------------------------------------------------------------------------------
+# -- .grad
+# ---------------------------------------------------------------------------------------------------------------
 
 
-@_handles(torch.Tensor.grad.__get__, torch.Tensor._grad.__get__)  # type: ignore[attr-defined]
+@_handles(_Tensor.grad.__get__, _Tensor._grad.__get__)
 def _get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient as a paged tensor, or None."""
     binding = args[0]._pager
     return binding.mmu.gradients.get(binding)
 
 
-@_handles(torch.Tensor.grad.__set__, torch.Tensor._grad.__set__)  # type: ignore[attr-defined]
+@_handles(_Tensor.grad.__set__, _Tensor._grad.__set__)
 def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     binding = args[0]._pager
     binding.mmu.gradients.set(binding, args[1])
 
 
-@_handles(torch.Tensor.grad.__delete__, torch.Tensor._grad.__delete__)  # type: ignore[attr-defined]
+@_handles(_Tensor.grad.__delete__, _Tensor._grad.__delete__)
 def _delete_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     binding = args[0]._pager
     binding.mmu.gradients.set(binding, None)
 
 
-@_handles(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+@_handles(_Tensor.requires_grad_, _Tensor.requires_grad.__set__)
 def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Freezing and unfreezing: an unfrozen parameter needs a place for its gradient."""
     with NoTorchFunction():
@@ -61,17 +64,18 @@ def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result
 
 
-# -- data that leaves the door -------------------------------------------------------------------------------------------
+# -- data that leaves the door
+# -------------------------------------------------------------------------------------------
 
 
-@_handles(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+@_handles(_Tensor.data.__get__)
 def _get_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An alias whose writes are not counted by the parameter's version."""
     binding = args[0]._pager
     return binding.mmu.escape(binding)
 
 
-@_handles(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+@_handles(_Tensor.data.__set__)
 def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``p.data = tensor``: the segment takes the values; a change of shape, dtype or device is refused."""
     tensor, value = args
@@ -108,7 +112,9 @@ def _escape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with NoTorchFunction():
         needs_detach = args[0].requires_grad and func is _method("numpy")
     if needs_detach:
-        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+        )
     return func(binding.mmu.escape(binding), *args[1:], **kwargs)
 
 
@@ -121,7 +127,9 @@ def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(tensor, *args[1:], **kwargs)
 
 
-@_handles(_method("set_"), _method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_"))
+@_handles(
+    _method("set_"), _method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_")
+)
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     binding = args[0]._pager if isinstance(args[0], Paged) else args[1]._pager
@@ -130,15 +138,17 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-# -- autograd ------------------------------------------------------------------------------------------------------------
+# -- autograd
+# ------------------------------------------------------------------------------------------------------------
 
 
 @_handles(torch.autograd.grad)
 def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.autograd.grad` with paged inputs.
 
-    Not an access: the graph only needs to know the tensors. And it must run with torch functions enabled, since
-    backward runs recomputation and hooks on this thread; so torch's own wrapper, which would come back here, is left out.
+    Not an access: the graph only needs to know the tensors. And it must run with torch functions enabled,
+    since backward runs recomputation and hooks on this thread; so torch's own wrapper, which would come back
+    here, is left out.
     """
     return _grad(*args, **kwargs)
 
@@ -154,15 +164,21 @@ def _grad(
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     if is_grads_batched:
-        raise ConfigError("torch.autograd.grad(is_grads_batched=True) is not supported with managed parameters")
+        raise ConfigError(
+            "torch.autograd.grad(is_grads_batched=True) is not supported with managed parameters"
+        )
     if materialize_grads and allow_unused is False:
         raise ValueError("Expected allow_unused to be True or not passed when materialize_grads=True")
     outs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
     ins = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    seeds = (grad_outputs,) if grad_outputs is None or isinstance(grad_outputs, torch.Tensor) else tuple(grad_outputs)
+    seeds = (
+        (grad_outputs,)
+        if grad_outputs is None or isinstance(grad_outputs, torch.Tensor)
+        else tuple(grad_outputs)
+    )
     if grad_outputs is None:
         seeds = (None,) * len(outs)
-    seeds = torch.autograd._make_grads(outs, seeds, is_grads_batched=False)  # type: ignore[attr-defined]
+    seeds = torch.autograd._make_grads(outs, seeds, is_grads_batched=False)
     result = torch.autograd.graph._engine_run_backward(
         outs,
         seeds,

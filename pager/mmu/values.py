@@ -1,9 +1,10 @@
 """Whole values of paged tensors on the CPU: for state dicts, copies, pickles, loading and closing.
 
-A tensor whose home is host memory can be shown without a copy: an ordinary CPU tensor over the home itself, as torch's own
-``state_dict()`` aliases the parameter. The catch is that device copies do not see what the user writes there. So the MMU remembers
-each alias, and before the next use of the tensor looks whether it was written to (its version moved) or may have been
-(it is gone): then the device copy is dropped and the home is read again.
+A tensor whose home is host memory can be shown without a copy: an ordinary CPU tensor over the home itself,
+as torch's own ``state_dict()`` aliases the parameter. The catch is that device copies do not see what the
+user writes there. So the MMU remembers each alias, and before the next use of the tensor looks whether it was
+written to (its version moved) or may have been (it is gone): then the device copy is dropped and the home is
+read again.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def has_value(mmu: Mmu, binding: Binding) -> bool:
 def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
     """The value as an ordinary CPU tensor of the same size and strides.
 
-    ``alias``: over the home itself where that is host memory. A tensor without a value gives NaN of its shape (torch would
-    give uninitialised memory).
+    ``alias``: over the home itself where that is host memory. A tensor without a value gives NaN of its shape
+    (torch would give uninitialised memory).
     """
     if mmu.finish_pending is not None:
         mmu.finish_pending()
@@ -114,7 +115,9 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
     return tensor
 
 
-def storage_bytes(tensor: torch.Tensor, size: torch.Size, stride: tuple[int, ...], num_bytes: int) -> torch.Tensor:
+def storage_bytes(
+    tensor: torch.Tensor, size: torch.Size, stride: tuple[int, ...], num_bytes: int
+) -> torch.Tensor:
     """The bytes of ``tensor`` as they lie in storage under this layout: uint8, without a copy where it has that layout."""
     with NoTorchFunction(), torch.no_grad():
         tensor = tensor.detach()
@@ -124,7 +127,7 @@ def storage_bytes(tensor: torch.Tensor, size: torch.Size, stride: tuple[int, ...
             tensor = laid_out
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         offset = tensor.storage_offset() * tensor.element_size()
-        return raw.set_(tensor.untyped_storage(), offset, (num_bytes,), (1,))  # type: ignore[call-overload]
+        return raw.set_(tensor.untyped_storage(), offset, (num_bytes,), (1,))
 
 
 def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from pager.engine.engine import Engine
     from pager.mmu.mmu import Mmu
 
-# A unit of the update may fill this share of the arena, so that the next ones can arrive while it is computed.
+# A unit of the update may fill this share of the arena, so that the next ones can arrive while it is
+# computed.
 _UNIT_SHARE = 4
 # A parameter up to this share is brought in whole for its update, and is then there for the next forward.
 _WHOLE_SHARE = 3
@@ -32,8 +33,8 @@ _WHOLE_SHARE = 3
 class AdoptedOptimizer:
     """One optimizer over (some of) one managed model's parameters.
 
-    ``new_segment`` makes a segment with a place at its home; ``reserve`` maps host memory for segments of these sizes;
-    ``end_step`` is called when a user's step is over. The optimizer is not kept alive.
+    ``new_segment`` makes a segment with a place at its home; ``reserve`` maps host memory for segments of
+    these sizes; ``end_step`` is called when a user's step is over. The optimizer is not kept alive.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class AdoptedOptimizer:
             raise PagerInternalError("the adopted optimizer is gone")
         return optimizer
 
-    # -- what it knows of its parameters -----------------------------------------------------------------------------------
+    # -- what it knows of its parameters
+    # -----------------------------------------------------------------------------------
 
     def binding_of(self, param: torch.Tensor) -> Binding | None:
         """The parameter's binding, None if it is an ordinary tensor."""
@@ -128,7 +130,12 @@ class AdoptedOptimizer:
             plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             state = self.optimizer.state.get(binding.tensor, {})
             found = probe(
-                self.optimizer, plain, binding.segment.dtype, self.engine.device.torch_device, state, binding.segment.size
+                self.optimizer,
+                plain,
+                binding.segment.dtype,
+                self.engine.device.torch_device,
+                state,
+                binding.segment.size,
             )
             if found.cut is Cut.COUPLED:
                 raise ConfigError(
@@ -152,7 +159,8 @@ class AdoptedOptimizer:
         """Whether a parameter is small enough to be brought in whole for its update."""
         return segment.num_pages * segment.page_size <= self.engine.arena.capacity_bytes // _WHOLE_SHARE
 
-    # -- state -------------------------------------------------------------------------------------------------------------
+    # -- state
+    # -------------------------------------------------------------------------------------------------------------
 
     def paged_states(self, binding: Binding) -> dict[str, Binding]:
         """The parameter's paged states by key; do not change it."""
@@ -167,7 +175,11 @@ class AdoptedOptimizer:
         if state is not None:
             self.engine.discard(state.segment)
         segment = self._new_segment(
-            name=f"{binding.name}.{key}", kind="state", size=binding.segment.size, stride=binding.segment.stride, dtype=dtype
+            name=f"{binding.name}.{key}",
+            kind="state",
+            size=binding.segment.size,
+            stride=binding.segment.stride,
+            dtype=dtype,
         )
         tensor = torch.empty(0, dtype=dtype, device=self.engine.device.torch_device)
         state = Binding(self.mmu, segment, tensor, torch.Tensor)
@@ -197,7 +209,8 @@ class AdoptedOptimizer:
                 elif isinstance(value, torch.Tensor) and value.dim() > 0:
                     state[key] = value.to(self.engine.device.torch_device)
 
-    # -- a step ------------------------------------------------------------------------------------------------------------
+    # -- a step
+    # ------------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """The user called ``step()``: remember the values it begins with. An interrupted step is taken up again."""

@@ -3,12 +3,14 @@
 Not a matter of its name: the class is run on small tensors three ways, and the bits are compared.
 
 1. all tensors in one call, as torch would run it;
-2. one tensor a call, in another order: differs for optimizers that couple tensors (a global norm, shared random numbers);
-3. slices of the flattened tensors, one a call: differs for those that look at a whole tensor (Adafactor, Muon, LAMB).
+2. one tensor a call, in another order: differs for optimizers that couple tensors (a global norm, shared
+random numbers); 3. slices of the flattened tensors, one a call: differs for those that look at a whole tensor
+(Adafactor, Muon, LAMB).
 
-So an optimizer is SLICEABLE, WHOLE_TENSOR or COUPLED; coupled ones are refused. On the CPU in half precision torch's vector loops
-treat the tail of each thread's share differently, so there tensors are taken whole. The probe runs with the user's own group
-values, on the device and in the dtypes of the parameters, and takes a few milliseconds.
+So an optimizer is SLICEABLE, WHOLE_TENSOR or COUPLED; coupled ones are refused. On the CPU in half precision
+torch's vector loops treat the tail of each thread's share differently, so there tensors are taken whole. The
+probe runs with the user's own group values, on the device and in the dtypes of the parameters, and takes a
+few milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch.optim import Optimizer
 from pager.errors import ConfigError
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes
 
-# Sizes with tails, one large enough for several threads of an elementwise kernel (32768 elements each), all >= 2-D for Muon.
+# Sizes with tails, one large enough for several threads of an elementwise kernel (32768 elements each), all
+# >= 2-D for Muon.
 _SHAPES = ((48, 64), (7, 5), (210, 330))
 _SLICE_ELEMENTS = 16384
 _NUM_STEPS = 3
@@ -56,8 +59,9 @@ def probe(
 ) -> ProbeResult:
     """Find out how ``optimizer`` may be cut with the values of ``group``.
 
-    ``example_state``: an existing state dict of a parameter of ``example_size`` (made in the optimizer's constructor or by
-    earlier steps), or empty. Raises ConfigError if the class cannot even run on small tensors.
+    ``example_state``: an existing state dict of a parameter of ``example_size`` (made in the optimizer's
+    constructor or by earlier steps), or empty. Raises ConfigError if the class cannot even run on small
+    tensors.
     """
     attributes = snapshot_attributes(optimizer)
     step = raw_step(optimizer)
@@ -97,9 +101,14 @@ class _Runner:
     example_state: Mapping[str, Any]
     example_size: torch.Size
 
-    def run(self, calls: Sequence[Sequence[int]], *, sliced: bool) -> tuple[list[torch.Tensor], dict[str, torch.dtype]]:
+    def run(
+        self, calls: Sequence[Sequence[int]], *, sliced: bool
+    ) -> tuple[list[torch.Tensor], dict[str, torch.dtype]]:
         """Run three steps, each as ``calls`` of tensor indices; the parameters and states at the end."""
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
+        with (
+            torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
+            torch.no_grad(),
+        ):
             torch.manual_seed(20240229)
             generator = torch.Generator(device="cpu").manual_seed(7)
             params = [self._random(shape, generator) for shape in _SHAPES]
@@ -114,7 +123,11 @@ class _Runner:
             pieces = sorted(key for key in states if key[0] == index)
             for name, value in states[pieces[0]].items():
                 if isinstance(value, torch.Tensor):
-                    results.append(torch.cat([states[key][name].flatten() for key in pieces]) if value.numel() > 1 else value)
+                    results.append(
+                        torch.cat([states[key][name].flatten() for key in pieces])
+                        if value.numel() > 1
+                        else value
+                    )
                     if not sliced and value.shape == torch.Size(shape):
                         dtypes[name] = value.dtype
         return results, dtypes
@@ -136,7 +149,8 @@ class _Runner:
                 tensor.grad = grad
                 state[tensor] = states.setdefault((index, begin), self._first_state(param))
                 tensors.append(tensor)
-            # One RNG stream for all ways: an optimizer that draws numbers then differs by order, and counts as coupled.
+            # One RNG stream for all ways: an optimizer that draws numbers then differs by order, and counts
+            # as coupled.
             shadow = make_shadow(self.cls, self.attributes, [(dict(self.group), tensors)], state)
             self.step(shadow)
             for (index, begin, _, _), tensor in zip(pieces, tensors, strict=True):
@@ -172,5 +186,6 @@ class _Runner:
 
 def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(
-        a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in zip(left, right, strict=True)
+        a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        for a, b in zip(left, right, strict=True)
     )

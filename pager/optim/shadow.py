@@ -1,8 +1,8 @@
 """Running a user's optimizer class on other tensors than its own.
 
-A *shadow* is an object of the optimizer's class that never saw ``__init__``: it has the optimizer's attributes, groups with the same
-values, and whatever parameters and state it is given. Its class's ``step``, without torch's profiling and hook wrapper, does to
-those tensors exactly what it would do to the user's.
+A *shadow* is an object of the optimizer's class that never saw ``__init__``: it has the optimizer's
+attributes, groups with the same values, and whatever parameters and state it is given. Its class's ``step``,
+without torch's profiling and hook wrapper, does to those tensors exactly what it would do to the user's.
 """
 
 from __future__ import annotations

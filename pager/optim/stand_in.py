@@ -1,13 +1,15 @@
 """Finding users' optimizers at their ``step()``, and redirecting it.
 
-torch calls global hooks around every optimizer's step. Ours looks whether the optimizer holds paged parameters; if so, the
-class's own ``step`` is run not on the user's object but on a *stand-in*: an object of a subclass that shares the
-user's ``__dict__`` (so counters, ``grad_scale`` and the like are the user's) and differs only in ``param_groups``. Reading those
-runs the paged update, once, and answers groups without parameters; so the class does its bookkeeping, evaluates a closure
-when it would, and finds nothing left to update.
+torch calls global hooks around every optimizer's step. Ours looks whether the optimizer holds paged
+parameters; if so, the class's own ``step`` is run not on the user's object but on a *stand-in*: an object of
+a subclass that shares the user's ``__dict__`` (so counters, ``grad_scale`` and the like are the user's) and
+differs only in ``param_groups``. Reading those runs the paged update, once, and answers groups without
+parameters; so the class does its bookkeeping, evaluates a closure when it would, and finds nothing left to
+update.
 
-Nothing is replaced on the user's object: ``step`` stays what schedulers, GradScaler and wrappers made of it, hooks fire
-once and in their order, and an optimizer made before, after or without ``manage`` is found all the same.
+Nothing is replaced on the user's object: ``step`` stays what schedulers, GradScaler and wrappers made of it,
+hooks fire once and in their order, and an optimizer made before, after or without ``manage`` is found all the
+same.
 """
 
 from __future__ import annotations

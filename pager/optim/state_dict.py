@@ -1,8 +1,8 @@
 """``optimizer.state_dict()`` and ``load_state_dict()`` of an adopted optimizer, through torch's own hooks.
 
-Out: states shaped like their parameter become ordinary CPU tensors. In: torch would copy every state to the parameter's device
-whole; so before it does, such tensors are hidden in an opaque object that it passes through, and afterwards each goes into its pages,
-in the dtype torch would have given it.
+Out: states shaped like their parameter become ordinary CPU tensors. In: torch would copy every state to the
+parameter's device whole; so before it does, such tensors are hidden in an opaque object that it passes
+through, and afterwards each goes into its pages, in the dtype torch would have given it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def _shown(adopted: AdoptedOptimizer, state_dict: dict[str, Any]) -> dict[str, A
     shown = dict(state_dict)
     shown["state"] = {
         index: {
-            key: values.cpu_tensor(adopted.mmu, value._pager, alias=True) if type(value) is PagedTensor else value
+            key: values.cpu_tensor(adopted.mmu, value._pager, alias=True)
+            if type(value) is PagedTensor
+            else value
             for key, value in state.items()
         }
         if isinstance(state, dict)
@@ -76,7 +78,8 @@ def _hidden(adopted: AdoptedOptimizer, state_dict: dict[str, Any]) -> dict[str, 
             hidden["state"][index] = state
             continue
         hidden["state"][index] = {
-            key: _Hidden(value) if adopted.is_param_shaped(binding, value) else value for key, value in state.items()
+            key: _Hidden(value) if adopted.is_param_shaped(binding, value) else value
+            for key, value in state.items()
         }
     return hidden
 
@@ -87,7 +90,9 @@ def _take(adopted: AdoptedOptimizer) -> None:
         for key, value in state.items():
             if isinstance(value, _Hidden):
                 # torch gives every state but "step" the dtype of a floating parameter.
-                dtype = binding.segment.dtype if binding.segment.dtype.is_floating_point else value.tensor.dtype
+                dtype = (
+                    binding.segment.dtype if binding.segment.dtype.is_floating_point else value.tensor.dtype
+                )
                 state[key] = adopted.page_state(binding, key, value.tensor, dtype)
         for key, old in adopted.paged_states(binding).items():
             if key not in state:

@@ -1,11 +1,11 @@
 """The optimizer step, paged like everything else.
 
-The problem: a step reads and writes parameters, gradients and states, together several times the device. And it is the one place
-where half of the work is worse than none of it.
+The problem: a step reads and writes parameters, gradients and states, together several times the device. And
+it is the one place where half of the work is worse than none of it.
 
-The protocol. A step is a list of *units*, ordered by when the next forward needs their parameters. A unit is a slice of a
-parameter with the same slice of its gradient and states (or whole tensors, where the optimizer cannot be cut; or all the small
-tensors together). Each unit goes through
+The protocol. A step is a list of *units*, ordered by when the next forward needs their parameters. A unit is
+a slice of a parameter with the same slice of its gradient and states (or whole tensors, where the optimizer
+cannot be cut; or all the small tensors together). Each unit goes through
 
 1. acquire    its pages, by the same engine as any access; pagerd has them on the way
 2. stage      copies of parameter and states
@@ -13,12 +13,13 @@ tensors together). Each unit goes through
 4. commit     the results are copied into the pages, which are dirty from then on
 5. done
 
-An exception or an interrupt before 4 leaves the unit as if it never began; in 4 the staged results are committed again. So a
-step that was interrupted is finished later from where it stood, with the gradients and group values it began with, and never
-repeated. The copies cost device bandwidth (terabytes a second) where the link (tens of gigabytes) is the wall.
+An exception or an interrupt before 4 leaves the unit as if it never began; in 4 the staged results are
+committed again. So a step that was interrupted is finished later from where it stood, with the gradients and
+group values it began with, and never repeated. The copies cost device bandwidth (terabytes a second) where
+the link (tens of gigabytes) is the wall.
 
-Per-parameter values that are not shaped like the parameter (Adam's ``step``) start from the same value in each slice; the
-parameter's state dict is replaced when its last unit is done.
+Per-parameter values that are not shaped like the parameter (Adam's ``step``) start from the same value in
+each slice; the parameter's state dict is replaced when its last unit is done.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from pager.engine.engine import Engine
     from pager.engine.run import Run
     from pager.optim.adopted import AdoptedOptimizer
+
 
 class Update:
     """One step of one optimizer: the values it began with, and the units still to do."""
@@ -88,7 +90,8 @@ class Update:
         starts = range(0, segment.num_elements, per_unit)
         progress.num_units = len(starts)
         return [
-            _PagedUnit(progress, begin, min(begin + per_unit, segment.num_elements), sliced=True) for begin in starts
+            _PagedUnit(progress, begin, min(begin + per_unit, segment.num_elements), sliced=True)
+            for begin in starts
         ]
 
     def finish(self) -> None:
@@ -187,7 +190,10 @@ class _PagedUnit:
         wanted = [
             self._range(binding.segment, whole=keep_whole),
             self._range(binding.gradient.segment),
-            *(self._range(state.segment, overwrite=self._is_new(adopted.engine, state.segment)) for state in states.values()),
+            *(
+                self._range(state.segment, overwrite=self._is_new(adopted.engine, state.segment))
+                for state in states.values()
+            ),
         ]
         engine = adopted.engine
         with engine.lock:
@@ -203,7 +209,9 @@ class _PagedUnit:
             ]
             if self.staged is None:
                 grad_version = views[1]._version
-                self.staged = self._compute(update, views[0], views[1], dict(zip(states, views[2:], strict=True)))
+                self.staged = self._compute(
+                    update, views[0], views[1], dict(zip(states, views[2:], strict=True))
+                )
                 if views[1]._version != grad_version:
                     engine.mark_dirty(runs[1])  # the optimizer wrote to the gradient
             self._commit(update, runs, views, dict(zip(states, range(2, len(runs)), strict=True)))
@@ -222,7 +230,9 @@ class _PagedUnit:
         first = self.begin * segment.dtype.itemsize // segment.page_size
         return first, ceil_div((self.end - self.begin) * segment.dtype.itemsize, segment.page_size)
 
-    def _range(self, segment: Segment, *, overwrite: bool = False, whole: bool = False) -> tuple[Segment, int, int, bool]:
+    def _range(
+        self, segment: Segment, *, overwrite: bool = False, whole: bool = False
+    ) -> tuple[Segment, int, int, bool]:
         first, num_pages = (0, segment.num_pages) if whole else self._pages(segment)
         return segment, first, num_pages, overwrite
 

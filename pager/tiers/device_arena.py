@@ -1,19 +1,20 @@
 """Frames on the device, handed out in contiguous runs.
 
-The problem: an operation wants its weight in one piece, tensors differ in size by four orders of magnitude, and the arena
-is meant to be full. So the question is never "which page goes" but "which stretch of neighbouring frames is
-cheapest to empty". Each slab is kept as a list of neighbouring *blocks*, free or taken by a run; a request looks for
+The problem: an operation wants its weight in one piece, tensors differ in size by four orders of magnitude,
+and the arena is meant to be full. So the question is never "which page goes" but "which stretch of
+neighbouring frames is cheapest to empty". Each slab is kept as a list of neighbouring *blocks*, free or taken
+by a run; a request looks for
 
 1. a free block (best fit), else
 2. the window of neighbouring blocks that are free or may be evicted whose dearest victim is cheapest, where
    dear means late in the eviction order that the policy gave.
 
-Frames carry *fences*: the last event per stream after which their former contents are not needed any more. Whoever
-gets the frames makes its first stream wait for them; nobody waits on the host. Only the latest event of a stream is
-kept, because it implies all earlier ones of that stream.
+Frames carry *fences*: the last event per stream after which their former contents are not needed any more.
+Whoever gets the frames makes its first stream wait for them; nobody waits on the host. Only the latest event
+of a stream is kept, because it implies all earlier ones of that stream.
 
-Why not a buddy system: sizes here are fixed by the model and not powers of two; rounding them up would waste a third
-of the budget. Why not virtual memory mapping (cuMemMap): its granularity is 2 MiB, sixteen pages.
+Why not a buddy system: sizes here are fixed by the model and not powers of two; rounding them up would waste
+a third of the budget. Why not virtual memory mapping (cuMemMap): its granularity is 2 MiB, sixteen pages.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class DeviceArena:
         self._slabs: list[_Slab] = []
         self._next_frame = 0
 
-    # -- slabs ---------------------------------------------------------------------------------------------------------
+    # -- slabs
+    # ---------------------------------------------------------------------------------------------------------
 
     @property
     def capacity_bytes(self) -> int:
@@ -136,7 +138,9 @@ class DeviceArena:
     def lease(self, frame: int, num_bytes: int, on_release: Callable[[], None]) -> torch.Tensor:
         """A fresh uint8 tensor over the frames with its own storage; ``on_release`` runs when its last view dies."""
         slab = self._slab_of(frame)
-        return self.device.wrap(slab.memory, (frame - slab.first_frame) * self.page_size, num_bytes, on_release)
+        return self.device.wrap(
+            slab.memory, (frame - slab.first_frame) * self.page_size, num_bytes, on_release
+        )
 
     def _slab_of(self, frame: int) -> _Slab:
         for slab in self._slabs:
@@ -144,7 +148,8 @@ class DeviceArena:
                 return slab
         raise PagerInternalError(f"device arena: no frame {frame}")
 
-    # -- runs ------------------------------------------------------------------------------------------------------------
+    # -- runs
+    # ------------------------------------------------------------------------------------------------------------
 
     def take_free(self, num_frames: int, owner: Any) -> tuple[int, Fence] | None:
         """Take the smallest free block that holds ``num_frames``; None if there is none."""
@@ -152,7 +157,11 @@ class DeviceArena:
         best_length = 0
         for slab in self._slabs:
             for index, block in enumerate(slab.blocks):
-                if block.owner is None and block.length >= num_frames and (best is None or block.length < best_length):
+                if (
+                    block.owner is None
+                    and block.length >= num_frames
+                    and (best is None or block.length < best_length)
+                ):
                     best, best_length = (slab, index), block.length
         if best is None:
             return None
@@ -174,8 +183,9 @@ class DeviceArena:
     def cheapest_window(self, num_frames: int, rank: Callable[[Any], int | None]) -> list[Any] | None:
         """The owners to evict so that ``num_frames`` neighbouring frames become free, or None.
 
-        ``rank(owner)`` is the owner's place in the eviction order (0 goes first), or None if it may not go. Of all
-        windows the one whose highest rank is lowest is taken; of equals the one that evicts fewest frames.
+        ``rank(owner)`` is the owner's place in the eviction order (0 goes first), or None if it may not go.
+        Of all windows the one whose highest rank is lowest is taken; of equals the one that evicts fewest
+        frames.
         """
         best: tuple[int, int] | None = None
         best_owners: list[Any] | None = None

@@ -1,0 +1,254 @@
+"""A model's tensors going into pages and coming out again.
+
+Going in: each parameter's bytes are copied to its home and the original is freed before the next one is copied, batch by batch, so
+that a model on the CPU never exists twice. A parameter on meta gets its value from its module's ``reset_parameters`` (or
+``init=``), one module at a time on the compute device; where there is neither it has no value until ``load_state_dict``.
+Tensors under a page and buffers become ordinary tensors on the compute device.
+
+Coming out: parameters are ordinary CPU tensors over their homes, which costs no copy where those are host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pager.address_space import Segment, span_elements
+from pager.engine.engine import Engine
+from pager.homes import Homes
+from pager.mmu import values
+from pager.mmu.binding import Binding, NoTorchFunction
+from pager.mmu.mmu import Mmu
+from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor, unpage_tensor
+from pager.model_checks import Parameters
+from pager.page_table import Home, PageTable
+from pager.tiers.host_arena import HostArena
+
+logger = logging.getLogger("pager.paging")
+
+# Originals are freed batch by batch while the model moves: at most this share of it exists twice.
+_BATCH_SHARE = 20
+_BATCH_BYTES = 1 << 28
+
+
+class PagedModel:
+    """The bindings of one model, and the ways in and out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mmu: Mmu,
+        homes: Homes,
+        host: HostArena,
+        table: PageTable,
+        *,
+        page_size: int,
+        init: Callable[[nn.Module], None] | None,
+    ) -> None:
+        self.model = model
+        self.bindings: dict[str, Binding] = {}
+        self.small: list[nn.Parameter] = []
+        self._mmu = mmu
+        self._engine: Engine = mmu.engine
+        self._homes = homes
+        self._host = host
+        self._table = table
+        self._page_size = page_size
+        self._init = init
+        self._device = mmu.engine.device.torch_device
+
+    # -- in ------------------------------------------------------------------------------------------------------------------
+
+    def take_in_model(self, parameters: Parameters) -> None:
+        """Page all of the model's parameters; reserve host memory for their gradients."""
+        self.small = [param for _, param in parameters.small]
+        self._move_buffers(self._device)
+        for _, param in parameters.small:
+            _move(param, self._device)
+        meta = {id(param) for _, param in parameters.paged + parameters.small if param.device.type == "meta"}
+        if meta or any(b.device.type == "meta" for b in self.model.buffers()):
+            self._initialise(parameters)
+        self._take_in_batches([(name, p) for name, p in parameters.paged if type(p) is not PagedParameter])
+        trainable = [b for b in self.bindings.values() if b.tensor.requires_grad]
+        self._homes.reserve_host([b.segment.num_bytes for b in trainable])
+        for binding in trainable:
+            self._mmu.gradients.prepare(binding)
+
+    def _take_in_batches(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        batch_bytes = max(sum(p.nbytes for _, p in named) // _BATCH_SHARE, _BATCH_BYTES)
+        batch: list[tuple[str, nn.Parameter]] = []
+        filled = 0
+        for name, param in named:
+            batch.append((name, param))
+            filled += param.nbytes
+            if filled >= batch_bytes:
+                self._take_in_batch(batch)
+                batch, filled = [], 0
+        self._take_in_batch(batch)
+
+    def _take_in_batch(self, batch: list[tuple[str, nn.Parameter]]) -> None:
+        on_host = [
+            span_elements(p.size(), p.stride()) * p.element_size()
+            for name, p in batch
+            if self._homes.planned("parameter", name) in (None, Home.HOST)
+        ]
+        self._homes.reserve_host(on_host)
+        for name, param in batch:
+            self.take_in_parameter(name, param)
+
+    def take_in_parameter(self, name: str, param: nn.Parameter) -> Binding:
+        """Turn one ordinary parameter into a paged one, in place, keeping its values (none, if it is on meta)."""
+        segment = self.new_segment(
+            name=name, kind="parameter", size=param.size(), stride=param.stride(), dtype=param.dtype
+        )
+        binding = Binding(self._mmu, segment, param, type(param))
+        self._mmu.bind(binding)
+        grad, param.grad = param.grad, None
+        if param.device.type == "meta":
+            # A meta parameter cannot take data of another device; swap the C++ tensors, the object stays.
+            torch.utils.swap_tensors(param, nn.Parameter(binding.phantom, requires_grad=param.requires_grad))
+        else:
+            raw = values.storage_bytes(param.data, segment.size, segment.stride, segment.num_bytes)
+            self._engine.store(segment, raw)
+            del raw
+            if int(self._table.home[segment.first_page]) == Home.DEVICE:
+                self._engine.wire(segment)
+        page_tensor(binding, PagedParameter)
+        self.bindings[name] = binding
+        if grad is not None:
+            self._mmu.gradients.prepare(binding)
+            self._mmu.gradients.set(binding, grad.to(self._device))
+        return binding
+
+    def take_in_late(self, name: str, param: nn.Parameter) -> None:
+        """Manage a parameter that came into the model after ``manage()``."""
+        if span_elements(param.size(), param.stride()) * param.element_size() < self._page_size:
+            _move(param, self._device)
+            self.small.append(param)
+            return
+        unique = name
+        while unique in self.bindings:
+            unique += "'"
+        self._mmu.gradients.prepare(self.take_in_parameter(unique, param))
+
+    def replace(self, name: str, param: nn.Parameter) -> None:
+        """Another object stands in a managed parameter's place: that one is managed, the old one ordinary."""
+        old = self.bindings.pop(name, None)
+        if old is not None:
+            self._take_out_parameter(old)
+        self.take_in_late(name, param)
+
+    def find_new(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters of the model that are not managed."""
+        small = {id(param) for param in self.small}
+        return [
+            (name, param)
+            for name, param in self.model.named_parameters()
+            if type(param) is not PagedParameter and id(param) not in small
+        ]
+
+    def new_segment(self, **layout: Any) -> Segment:
+        """A segment with frames at its home; see `Homes.new_segment`."""
+        segment = self._homes.new_segment(**layout)
+        checker = self._engine.device.checker
+        if checker is not None:
+            checker.resize("host", self._host.num_frames)
+        return segment
+
+    def make_gradient(self, binding: Binding) -> Binding:
+        """The binding of a parameter's gradient: same layout, no value yet."""
+        own = binding.segment
+        segment = self.new_segment(
+            name=own.name, kind="gradient", size=own.size, stride=own.stride, dtype=own.dtype
+        )
+        tensor = torch.empty(0, dtype=own.dtype, device=self._device)
+        gradient = Binding(self._mmu, segment, tensor, torch.Tensor)
+        self._mmu.bind(gradient)
+        page_tensor(gradient, PagedTensor)
+        return gradient
+
+    # -- meta ----------------------------------------------------------------------------------------------------------------
+
+    def _initialise(self, parameters: Parameters) -> None:
+        """Give meta parameters values module by module, and page each module's before the next one's exist."""
+        names = {id(param): name for name, param in parameters.paged}
+        without: list[str] = []
+        for path, module in self.model.named_modules():
+            params = [p for p in module._parameters.values() if p is not None and p.device.type == "meta"]
+            buffers = [key for key, b in module._buffers.items() if b is not None and b.device.type == "meta"]
+            if not params and not buffers:
+                continue
+            reset = getattr(module, "reset_parameters", None)
+            can_fill = self._init is not None or callable(reset)
+            large = [p for p in params if id(p) in names]
+            for param in params if can_fill else [p for p in params if id(p) not in names]:
+                self._leave_meta(param)
+            for key in buffers:
+                meta = module._buffers[key]
+                assert meta is not None
+                module._buffers[key] = torch.zeros_like(meta, device=self._device)
+            if not can_fill:
+                without += [path] if params or buffers else []
+                continue
+            with torch.no_grad():
+                if self._init is not None:
+                    self._init(module)
+                elif callable(reset):
+                    reset()
+            self._take_in_batches([(names[id(p)], p) for p in large])
+        if without:
+            logger.warning(
+                "%d modules on meta have no reset_parameters(), such as %r: their tensors have no values until "
+                "load_state_dict(), or pass init= to pager.manage()",
+                len(without),
+                without[0] or "the model itself",
+            )
+
+    def _leave_meta(self, param: nn.Parameter) -> None:
+        """Memory for a meta parameter, filled with NaN so that a forgotten one shows."""
+        fresh = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device=self._device)
+        if fresh.is_floating_point() or fresh.is_complex():
+            fresh.fill_(float("nan"))
+        torch.utils.swap_tensors(param, nn.Parameter(fresh, requires_grad=param.requires_grad))
+
+    # -- out -----------------------------------------------------------------------------------------------------------------
+
+    def take_out_model(self) -> None:
+        """Ordinary parameters, gradients and buffers on the CPU."""
+        for binding in self.bindings.values():
+            self._take_out_parameter(binding)
+        cpu = torch.device("cpu")
+        for param in self.small:
+            _move(param, cpu)
+        self._move_buffers(cpu)
+
+    def _take_out_parameter(self, binding: Binding) -> None:
+        data = values.cpu_tensor(self._mmu, binding, alias=True)
+        grad = self._mmu.gradients.get(binding)
+        if isinstance(grad, PagedTensor):
+            grad = values.cpu_tensor(self._mmu, grad._pager, alias=True)
+        if binding.hook is not None:
+            binding.hook.remove()
+        unpage_tensor(binding, data)
+        if grad is not None:
+            binding.tensor.grad = grad.to("cpu")
+
+    def _move_buffers(self, device: torch.device) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    module._buffers[name] = buffer.to(device)
+
+
+def _move(param: nn.Parameter, device: torch.device) -> None:
+    """Move an ordinary parameter, and its gradient, in place."""
+    if param.device.type == "meta":
+        return
+    with NoTorchFunction():
+        param.data = param.data.to(device)
+        if param.grad is not None:
+            param.grad = param.grad.to(device)

@@ -1,0 +1,177 @@
+"""What changes between two steps, and nowhere else: knobs, the trace, the arena's size, new parameters.
+
+Within a step nothing is allocated and no plan changes. At its end the runtime looks back at it: was the trace followed, did activations
+leave memory unused or run out of it, did the user set a knob or add a parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from pager.config import Config
+from pager.device.base import Device
+from pager.device_budget import DeviceBudget
+from pager.engine.engine import Engine
+from pager.engine.pagerd import Pagerd
+from pager.engine.transfer import EXTENT_BYTES
+from pager.errors import ConfigError
+from pager.graph.access_trace import Phase
+from pager.paging import PagedModel
+from pager.planning import Planner
+from pager.policies.prefetch import auto_distance
+from pager.policies.protocol import make_eviction_policy
+from pager.units import format_bytes
+
+logger = logging.getLogger("pager.step_boundary")
+
+# Knobs that may change while the model trains.
+LIVE_KNOBS = ("prefetch_distance", "eviction")
+# The prefetch distance before "auto" has measured a step.
+FIRST_DISTANCE = 4
+
+
+def fixed_distance(config: Config) -> int:
+    """The prefetch distance to start with, in extents."""
+    knob = config.prefetch_distance
+    return FIRST_DISTANCE if knob == "auto" else int(knob)
+
+
+class StepBoundary:
+    """Carries out the changes at a step's end."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: Device,
+        budget: DeviceBudget,
+        engine: Engine,
+        pagerd: Pagerd,
+        planner: Planner,
+        paged: PagedModel,
+        slab_frames: int,
+    ) -> None:
+        self.config = config
+        self._device = device
+        self._budget = budget
+        self._engine = engine
+        self._pagerd = pagerd
+        self._planner = planner
+        self._paged = paged
+        self._slab_frames = slab_frames
+        self._pending: dict[str, Any] = {}
+        self._step_began = time.perf_counter()
+        self._bandwidth: float | None = None
+
+    def set(self, **knobs: Any) -> None:
+        """Change knobs at the next boundary. Raises at once for values that cannot work."""
+        changed = self.config.replace(**knobs)
+        fixed = sorted(name for name in knobs if name not in LIVE_KNOBS)
+        if fixed:
+            raise ConfigError(
+                f"{', '.join(fixed)} cannot change while the model is managed (only {' and '.join(LIVE_KNOBS)} can); "
+                "close() it and manage it again"
+            )
+        self._pending.update({name: getattr(changed, name) for name in knobs})
+
+    def cross(self) -> None:
+        """A step is over."""
+        counters = self._engine.counters
+        counters.num_steps += 1
+        counters.stall_seconds += self._device.drain_stall_seconds()
+        self._apply_knobs()
+        for name, param in self._paged.find_new():
+            self._paged.take_in_late(name, param)
+            self._planner.forget_plan()
+        self._renew_trace()
+        self._adapt_arena()
+        self._adapt_distance()
+
+    def _apply_knobs(self) -> None:
+        knobs, self._pending = self._pending, {}
+        if not knobs:
+            return
+        self.config = self.config.replace(**knobs)
+        if "prefetch_distance" in knobs:
+            self._pagerd.set_distance(fixed_distance(self.config))
+        if "eviction" in knobs:
+            engine = self._engine
+            policy = make_eviction_policy(self.config.eviction)
+            with engine.lock:
+                policy.resize(len(engine.space.segments))
+                engine.policy = policy
+            self._planner.forget_plan()
+
+    def _renew_trace(self) -> None:
+        engine = self._engine
+        with engine.lock:
+            renew = engine.timeline.end_step()
+            rows = engine.timeline.take_recording()
+            trace = self._planner.trace
+            if renew and rows:
+                engine.timeline.follow(self._planner.record(rows))
+            elif trace is not None and not trace.num_update_rows:
+                update = self._planner.with_update([row for row in rows if row.phase == Phase.UPDATE])
+                if update is not None:
+                    engine.timeline.follow(update, engine.timeline.micro_batches)
+
+    def _adapt_arena(self) -> None:
+        """Give a slab back after an out-of-memory error; take one where the step left room for it."""
+        if self._device.is_simulated or not self._slab_frames:
+            return
+        arena = self._engine.arena
+        spare = self._budget.spare_bytes()
+        if spare < 0 and arena.num_slabs > 1:
+            self._give_slab_back(arena.num_slabs - 1)
+        elif (
+            spare >= self._slab_frames * arena.page_size
+            and arena.capacity_bytes < self._engine.space.num_pages * arena.page_size
+        ):
+            self._device.release_cached_memory()
+            arena.add_slab(self._slab_frames)
+            self._planner.forget_plan()
+
+    def _give_slab_back(self, index: int) -> None:
+        engine = self._engine
+        self._pagerd.pause()
+        try:
+            engine.drain()
+            runs = engine.arena.slab_owners(index)
+            if any(run.wired or run.pins for run in runs) or not engine.reclaimer.evict(runs):
+                return
+            engine.arena.remove_slab(index)
+            self._device.release_cached_memory()
+            self._planner.forget_plan()
+            logger.info(
+                "device memory ran short: pages now have %s", format_bytes(engine.arena.capacity_bytes)
+            )
+        finally:
+            self._pagerd.resume()
+
+    def _adapt_distance(self) -> None:
+        now = time.perf_counter()
+        seconds, self._step_began = now - self._step_began, now
+        trace = self._engine.timeline.trace
+        if (
+            self.config.prefetch_distance != "auto"
+            or trace is None
+            or not self._engine.counters.page_in_bytes
+        ):
+            return
+        if self._bandwidth is None:
+            self._bandwidth = self._device.measure_bandwidth(EXTENT_BYTES)
+            self._pagerd.bandwidth_bytes_per_second = self._bandwidth
+        arena = self._engine.arena
+        extents = int(np.ceil(trace.num_pages.astype(np.int64) * arena.page_size / EXTENT_BYTES).sum())
+        self._pagerd.set_distance(
+            auto_distance(
+                self._bandwidth,
+                seconds / max(extents, 1),
+                EXTENT_BYTES,
+                spare_bytes=arena.capacity_bytes // 2,
+            )
+        )
