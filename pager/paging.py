@@ -60,6 +60,8 @@ class PagedModel:
         self._page_size = page_size
         self._init = init
         self._device = mmu.engine.device.torch_device
+        mmu.renew = self.renew
+        mmu.undo_move = self.undo_move
 
     # -- in ------------------------------------------------------------------------------------------------------------------
 
@@ -141,6 +143,37 @@ class PagedModel:
         if old is not None:
             self._take_out_parameter(old)
         self.take_in_late(name, param)
+
+    def renew(self, binding: Binding, value: torch.Tensor) -> None:
+        """Give a paged tensor a segment of ``value``'s dtype and strides, with its values.
+
+        A parameter's gradient keeps its own until it is assigned to (``model.half()`` converts it next); the
+        optimizer's states keep theirs, as in torch.
+        """
+        old = binding.segment
+        if self._engine.in_use(old):
+            self._engine.discard(old)  # views keep the old values
+        segment = self.new_segment(
+            name=old.name, kind=old.kind, size=value.size(), stride=value.stride(), dtype=value.dtype
+        )
+        binding.rebind(segment)
+        self._mmu.bind(binding)
+        raw = values.storage_bytes(value, segment.size, segment.stride, segment.num_bytes)
+        self._engine.store(segment, raw)
+        if int(self._table.home[segment.first_page]) == Home.DEVICE:
+            self._engine.wire(segment)
+        self._retire(old)
+
+    def _retire(self, segment: Segment) -> None:
+        self._engine.discard(segment)
+        self._mmu.unbind(segment)
+        self._homes.free(segment)
+
+    def undo_move(self) -> None:
+        """Bring small tensors and buffers back to the compute device after a refused ``model.to(device)``."""
+        for param in self.small:
+            _move(param, self._device)
+        self._move_buffers(self._device)
 
     def find_new(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters of the model that are not managed."""

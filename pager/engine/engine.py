@@ -2,10 +2,10 @@
 
 ``acquire`` serves one access in numbered phases:
 
-1. look up (locked) a run that covers the pages: pin it and go on; a run under way: wait for its event on the
-stream 2. place (locked) take frames, evicting by next use where there are none (`pager.engine.reclaim`) 3.
-move enqueue the copies; nobody else may use the run yet 4. publish (locked) others may use the run; the
-compute stream waits for the copies by event
+1. look up (locked)   a run that covers the pages: pin it and go on; one under way: wait until it is issued
+2. place (locked)     take frames, evicting by next use where there are none (`pager.engine.reclaim`)
+3. move               enqueue the copies; nobody else may use the run yet
+4. publish (locked)   pin it for who faulted; others may use it too; streams wait for the copies by event
 
 Every use is a *lease*: a fresh tensor over the frames whose storage has an owner of ours. Its death puts a
 note on a `SimpleQueue` (it may die inside garbage collection, under any lock), and the next entry of the
@@ -97,6 +97,13 @@ class Engine:
             self.timeline.resize(len(self.space.segments))
             self.policy.resize(len(self.space.segments))
 
+    def unregister(self, segment: Segment) -> None:
+        """Forget a segment without a value; its index is never used again."""
+        self.transfers.forget(segment)
+        with self.lock:
+            # Notes of leases on its orphans may still come; they ask for its runs, but never for its version.
+            self._versions.pop(segment.index, None)
+
     def resident_runs(self) -> Iterator[Run]:
         """All runs on the device."""
         for runs in self._runs.values():
@@ -164,15 +171,18 @@ class Engine:
                 counted = True
                 with self.lock:
                     self._count_fault(segment, overwrite)
-            self._page_in(segment, first, num_pages, overwrite=overwrite, sooner_than=None)
+            run = self._page_in(segment, first, num_pages, overwrite=overwrite, sooner_than=None)
+            if run is not None:
+                break
         with self.lock:
             self._count_use(run, counted)
             self.policy.record_access(segment.index, self.timeline.position)
-        if stream.index not in run.waited:
-            for event in run.fence.values() if run.ready is None else (run.ready,):
-                stream.wait(event, timed=True)
+            waits = run.waits_of(stream)
+        for event in waits:
+            stream.wait(event, timed=True)
+        with self.lock:
             run.waited.add(stream.index)
-        run.users[stream.index] = stream
+            run.users[stream.index] = stream
         stream.touch(run.region, write=overwrite)
         if overwrite:
             self.mark_dirty(run)
@@ -223,7 +233,7 @@ class Engine:
             self.drain()
             with self.lock:
                 while self.moves:
-                    self.changed.wait()  # a move pins for a moment
+                    self.changed.wait()
                 pinned = [run for run in others if run.frame >= 0 and run.pins]
             if not pinned:
                 self.reclaimer.evict(others)
@@ -248,8 +258,11 @@ class Engine:
 
     def _page_in(
         self, segment: Segment, first: int, num_pages: int, *, overwrite: bool, sooner_than: int | None
-    ) -> None:
-        """Phases 2 to 4: frames, copies, publication. Raises NoRoom."""
+    ) -> Run | None:
+        """Phases 2 to 4: frames, copies, publication; for a demand fault the run comes back pinned.
+
+        None if another thread was faster. Raises NoRoom.
+        """
         demand = sooner_than is None
         if demand:
             with self.lock:
@@ -261,7 +274,7 @@ class Engine:
                 with self.lock:
                     self.demand -= 1
         if run is None:
-            return
+            return None
         done = False
         try:
             if not overwrite:
@@ -272,7 +285,9 @@ class Engine:
                 self.moves -= 1
                 run.issued = True
                 run.prefetched = done and not demand
-                self._unpin(run)
+                if done and demand:
+                    # Pinned before anybody can see it: what is to be overwritten must not be written back.
+                    self._pin(run)
                 if not done:
                     self.table.end_page_in(run.begin, run.end, success=False)
                     # Copies may be under way into the frames; h2d's own order protects their next user.
@@ -280,11 +295,12 @@ class Engine:
                     merge_fence(run.uses, {event.stream.index: event})
                     self.forget_run(run)
                 self.changed.notify_all()
+        return run
 
     def _place(
         self, segment: Segment, first: int, num_pages: int, *, overwrite: bool, sooner_than: int | None
     ) -> Run | None:
-        """Frames for a new run, registered and pinned, its pages ARRIVING or DIRTY. None if another thread was faster."""
+        """Frames for a new run, registered, its pages ARRIVING or DIRTY. None if another thread was faster."""
         while True:
             with self.lock:
                 if self.runs_over(segment, first, num_pages):
@@ -300,19 +316,20 @@ class Engine:
                         self.table.materialize(run.begin, run.end, run.frame)
                     else:
                         self.table.begin_page_in(run.begin, run.end, run.frame)
-                    self._pin(run)
                     self.moves += 1
                     self._runs[segment.index].append(run)
                     self.counters.sample_resident(self.arena.resident_bytes)
                     return run
+                moves = self.moves
             self.drain()
             if self.reclaimer.make_room(num_pages, sooner_than=sooner_than):
                 continue
             with self.lock:
-                if sooner_than is not None or not self.moves:
+                if sooner_than is not None or not moves:
                     raise NoRoom
-                # Another thread is moving runs, which pins them for a moment; what it leaves behind may do.
-                self.changed.wait()
+                # Another thread was moving runs, which cannot go meanwhile; what it leaves behind may do.
+                if self.moves:
+                    self.changed.wait()
 
     # -- leases
     # ------------------------------------------------------------------------------------------------------------
@@ -449,10 +466,7 @@ class Engine:
         """
         self.drain()
         with self.lock:
-            while (
-                any(not run.issued for run in self._runs[segment.index])
-                or (self.table.state[segment.first_page : segment.last_page] == PageState.LEAVING).any()
-            ):
+            while any(run.leaving or not run.issued for run in self._runs[segment.index]):
                 self.changed.wait()
             for run in list(self._runs[segment.index]):
                 self._orphan(run)

@@ -4,11 +4,14 @@ The problem: frames must come free while other threads use, pin and write to wha
 may be held while bytes move. So reclaim works in phases, and every later phase may drop what an earlier one
 chose:
 
-1. choose (locked) ask the policy for an eviction order of the runs that may go, and the arena for the
-cheapest window 2. begin (locked) DIRTY victims become LEAVING: from now on a write to them is seen 3. write
-back their copies to the home are enqueued; a disk is waited for 4. end (locked) LEAVING becomes CLEAN, or
-DIRTY again if the write failed: then the error is raised and nothing is lost 5. evict (locked) victims that
-nobody pinned or wrote meanwhile leave; if one did, the caller looks again from 1
+1. choose (locked)    the policy ranks the runs that may go, the arena finds the cheapest window
+2. begin (locked)     DIRTY victims become LEAVING: from now on a write to them is seen
+3. write back         their copies to the home are enqueued; a disk is waited for
+4. end (locked)       LEAVING becomes CLEAN, or DIRTY again if the write failed: then the error is raised and
+                      nothing is lost
+5. evict (locked)     victims that nobody pinned or wrote meanwhile leave; else the caller looks again from 1
+
+Between 2 and 4 a run is marked ``leaving``: it has one writer-back at a time, and neither goes nor is dropped.
 
 A run that was prefetched and not used yet may be evicted for a demand fault only: among prefetches it would
 be thrown out for something needed later. Why not one lock over it all: a write to disk takes milliseconds,
@@ -67,7 +70,7 @@ class Reclaimer:
         return engine.arena.cheapest_window(num_frames, lambda run: allowed.get(id(run)))
 
     def _may_go(self, run: Run) -> bool:
-        return run.issued and not run.wired and run.pins == 0
+        return run.issued and not run.leaving and not run.wired and run.pins == 0
 
     def evict(self, runs: list[Run]) -> bool:
         """Phases 2 to 5 for these runs. True if all of them left. Raises TierError if a write failed."""
@@ -95,11 +98,13 @@ class Reclaimer:
         engine = self._engine
         leaving: list[Run] = []
         with engine.lock:
+            # All of them first, so that nobody waits for a run while others wait for his.
+            while any(run.leaving for run in runs):
+                engine.changed.wait()
             for run in runs:
-                if run.frame >= 0 and not run.wired and int(engine.table.state[run.begin]) == PageState.DIRTY:
+                if run.frame >= 0 and run.issued and not run.wired and self._is_dirty(run):
                     engine.table.begin_page_out(run.begin, run.end)
-                    run.pins += 1
-                    engine.table.pin(run.begin, run.end)
+                    run.leaving = True
                     engine.moves += 1
                     leaving.append(run)
         for position, run in enumerate(leaving):
@@ -114,14 +119,16 @@ class Reclaimer:
                 with engine.lock:
                     for other in [run, *rest]:
                         engine.table.end_page_out(other.begin, other.end, success=success)
-                        other.pins -= 1
-                        engine.table.unpin(other.begin, other.end)
+                        other.leaving = False
                         engine.moves -= 1
                     if event is not None:
                         merge_fence(run.uses, {event.stream.index: event})
                     engine.changed.notify_all()
             if wait and event is not None:
                 event.synchronize()
+
+    def _is_dirty(self, run: Run) -> bool:
+        return not run.orphan and int(self._engine.table.state[run.begin]) == PageState.DIRTY
 
     def _leave(self, run: Run) -> None:
         engine = self._engine

@@ -19,14 +19,16 @@ class Run:
 
     The page table owns the pages' states and pins. A run keeps what belongs to this stay on the device:
 
-    issued: the copy that fills it has been enqueued (or it needs none); until then only its issuer may use
-    it. fence: events of the frames' former users; the first work that writes the frames waits for them.
-    ready: the event after which the bytes are there; None if the compute stream itself writes them. waited:
-    indices of the streams that already waited for ``ready`` (and ``fence``). users: streams that use the run
-    now; uses: per stream the event after which the last use is over. escaped: a raw pointer or an uncounted
-    alias was given out, so any use may have written. orphan: the segment has dropped this value; the frames
-    go when the last lease does. version: the tensor's version counter when device and home were last known to
-    agree, or a write was last noted.
+    issued: the copy that fills it has been enqueued (or it needs none); until then only its issuer may use it.
+    leaving: a write-back is under way; it has the run to itself, but for who uses it on the device.
+    fence: events of the frames' former users; the first work that writes the frames waits for them.
+    ready: the event after which the bytes are there; None if the compute stream itself writes them.
+    waited: indices of the streams that already waited for ``ready`` (or ``fence``).
+    users: streams that use the run now; uses: per stream the event after which the last use is over.
+    escaped: a raw pointer or an uncounted alias was given out, so any use may have written.
+    orphan: the segment has dropped this value; the frames go when the last lease does.
+    version: the tensor's version counter when device and home were last known to agree, or a write was last
+        noted.
     """
 
     segment: Segment
@@ -34,6 +36,7 @@ class Run:
     num_pages: int
     frame: int = -1
     issued: bool = False
+    leaving: bool = False
     wired: bool = False
     pins: int = 0
     fence: Fence = field(default_factory=dict)
@@ -66,6 +69,13 @@ class Run:
     def region(self) -> Region:
         """The device frames."""
         return Region("device", self.frame, self.frame + self.num_pages)
+
+    def waits_of(self, stream: Stream) -> list[Event]:
+        """What ``stream`` has to wait for before it uses the frames: the bytes, and copies that still read them."""
+        waits = [event for event in self.uses.values() if event.stream is stream.device.d2h]
+        if stream.index not in self.waited:
+            waits += self.fence.values() if self.ready is None else [self.ready]
+        return waits
 
     def covers(self, first: int, num_pages: int) -> bool:
         """Whether all of the segment's pages ``[first, first + num_pages)`` are in this run."""

@@ -2,9 +2,8 @@
 
 Every copy is put on the stream of its direction and ordered by events alone:
 
-page in (stream h2d) waits for the frames' fence (their former users) and for the last write of the home copy.
-page out (stream d2h) waits for the last uses of the run, and for a page in that still reads the same home
-frames.
+page in  (stream h2d)   waits for the frames' fence (their former users) and the last write of the home copy
+page out (stream d2h)   waits for the last uses of the run, and for a page in that still reads the home frames
 
 A home on disk goes through a bounce buffer in host memory; there the host waits for the file, and counts it.
 """

@@ -56,15 +56,23 @@ class Binding:
 
     def __init__(self, mmu: Mmu, segment: Segment, tensor: torch.Tensor, original_class: type) -> None:
         self.mmu = mmu
-        self.segment = segment
         self.tensor = tensor
         self.original_class = original_class
-        self.phantom = make_phantom(segment.size, segment.dtype, mmu.engine.device.torch_device)
-        # Answers questions about strides, which an expanded phantom cannot.
-        self.meta = torch.empty_strided(segment.size, segment.stride, dtype=segment.dtype, device="meta")
+        self._take(segment)
         self.gradient: Binding | None = None
         self.hook: torch.utils.hooks.RemovableHandle | None = None
         self.uses = 0
+
+    def _take(self, segment: Segment) -> None:
+        self.segment = segment
+        self.phantom = make_phantom(segment.size, segment.dtype, self.mmu.engine.device.torch_device)
+        # Answers questions about strides, which an expanded phantom cannot.
+        self.meta = torch.empty_strided(segment.size, segment.stride, dtype=segment.dtype, device="meta")
+
+    def rebind(self, segment: Segment) -> None:
+        """The tensor now has the layout of ``segment``; its old segment is the caller's to retire."""
+        self._take(segment)
+        self.point_at(self.phantom)
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ from pager.mmu.values import HomeAliases, cpu_tensor
 from pager.page_table import PageState
 
 if TYPE_CHECKING:
+    from pager.address_space import Segment
     from pager.engine.engine import Engine
     from pager.engine.run import Run
     from pager.mmu.gradient import Gradients
@@ -43,12 +44,20 @@ class Mmu:
         self.gradients: Gradients
         # Where a segment's next forward use lies in the trace; the order of the optimizer's update.
         self.update_order: Callable[[int], int] = lambda segment: segment
+        # Set by the paged model: give a binding a segment of another dtype or layout; undo a refused move.
+        self.renew: Callable[[Binding, torch.Tensor], None]
+        self.undo_move: Callable[[], None]
         self._held: list[torch.Tensor] = []
 
     def bind(self, binding: Binding) -> None:
         """Make a binding known to the MMU and its segment to the engine."""
         self.bindings[binding.segment.index] = binding
         self.engine.register(binding.segment, binding.version)
+
+    def unbind(self, segment: Segment) -> None:
+        """Forget a segment that is no more."""
+        self.bindings.pop(segment.index, None)
+        self.engine.unregister(segment)
 
     # -- one operation
     # -----------------------------------------------------------------------------------------------------

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from pager.errors import ConfigError
+from pager.mmu import values
 from pager.mmu.binding import NoTorchFunction
 from pager.mmu.parameter import SPECIAL, Paged, access
+
+_SAVES_STATE = nn.Module._save_to_state_dict.__code__
 
 # torch's stubs do not know that class attributes are descriptors.
 _Tensor: Any = torch.Tensor
@@ -75,25 +80,60 @@ def _get_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return binding.mmu.escape(binding)
 
 
+@_handles(_method("detach"))
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``state_dict()`` asks for detached parameters: it gets the homes, so that a whole model need not fit.
+
+    torch offers no hook before it detaches, and a flag set by a hook could be left behind by an exception; so
+    the caller is looked at. Everybody else gets an alias on the device, as of any tensor.
+    """
+    binding = args[0]._pager
+    if binding.segment.kind == "parameter" and sys._getframe(2).f_code is _SAVES_STATE:
+        return values.cpu_tensor(binding.mmu, binding, alias=True)
+    return access(func, args, kwargs)
+
+
+@_handles(_method("copy_"))
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Loading a state dict copies whole tensors: those go straight to the home, past the device."""
+    target, source = args[0], args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+    if isinstance(target, Paged) and type(source) in (torch.Tensor, torch.nn.Parameter):
+        binding = target._pager
+        with NoTorchFunction():
+            writable = not torch.is_grad_enabled() or not target.requires_grad
+        same = source.shape == binding.segment.size and source.layout is torch.strided
+        if writable and same and values.can_store(binding.mmu, binding):
+            values.store(binding.mmu, binding, source.detach().to(binding.segment.dtype))
+            return target
+    return access(func, args, kwargs)
+
+
 @_handles(_Tensor.data.__set__)
 def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p.data = tensor``: the segment takes the values; a change of shape, dtype or device is refused."""
+    """``p.data = tensor``: the segment takes the values; another dtype or layout makes it a new one.
+
+    That is how ``model.half()`` and ``.to(memory_format=...)`` work, tensor by tensor. Moving to another device
+    is refused, and what such a move already did to small tensors and buffers is undone.
+    """
     tensor, value = args
     binding = tensor._pager
     if value is tensor:
         return
     segment = binding.segment
-    if value.dtype != segment.dtype or value.shape != segment.size:
+    if value.shape != segment.size:
         raise ConfigError(
-            f"{segment.name}: a managed tensor of {tuple(segment.size)} {segment.dtype} cannot become "
-            f"{tuple(value.shape)} {value.dtype}. Convert the model before pager.manage(), or call "
-            "model.pager.close() first."
+            f"{segment.name}: a managed tensor of {tuple(segment.size)} cannot take data of {tuple(value.shape)}; "
+            "call model.pager.close() first"
         )
-    if value.device.type not in (binding.phantom.device.type, "cpu"):
+    if value.device.type != binding.phantom.device.type:
+        binding.mmu.undo_move()
         raise ConfigError(
             f"{segment.name}: a managed model computes on {binding.phantom.device}; it cannot be moved to "
             f"{value.device}. Call model.pager.close() first, or pass device= to pager.manage()."
         )
+    if value.dtype != segment.dtype or (value.stride() != segment.stride and not isinstance(value, Paged)):
+        binding.mmu.renew(binding, value)
+        return
     with torch.no_grad():
         tensor.copy_(value)
 

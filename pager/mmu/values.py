@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pager.graph.access_trace import Phase
 from pager.mmu.binding import NoTorchFunction, strided_view
 from pager.page_table import Home, PageState
 
@@ -130,17 +131,29 @@ def storage_bytes(
         return raw.set_(tensor.untyped_storage(), offset, (num_bytes,), (1,))
 
 
+def can_store(mmu: Mmu, binding: Binding) -> bool:
+    """Whether :func:`store` may write the home: it is below the device, and nobody looks at the old value."""
+    if mmu.closed or int(mmu.engine.table.home[binding.segment.first_page]) == Home.DEVICE:
+        return False
+    return not mmu.engine.in_use(binding.segment)
+
+
 def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
-    """Give the tensor the values of ``source``, an ordinary tensor of its size and dtype; frees device copies first."""
+    """Give the tensor the values of ``source``, an ordinary tensor of its size and dtype."""
     segment = binding.segment
     engine = mmu.engine
-    if engine.in_use(segment) or int(engine.table.home[segment.first_page]) == Home.DEVICE:
-        fresh = not has_value(mmu, binding)
-        if not fresh or int(engine.table.home[segment.first_page]) != Home.DEVICE:
-            with torch.no_grad():
-                binding.tensor.copy_(source)
-            return
-    elif engine.has_value(segment):
+    if mmu.finish_pending is not None:
+        mmu.finish_pending()
+    if not can_store(mmu, binding) and engine.has_value(segment):
+        with torch.no_grad():
+            run, view = mmu.fault(binding, Phase.FORWARD, what=f"storing {segment.name}")
+            view.copy_(source)
+        binding.bump_version()
+        engine.mark_dirty(run)
+        return
+    if engine.has_value(segment):
         engine.discard(segment)
     engine.store(segment, storage_bytes(source, segment.size, segment.stride, segment.num_bytes))
     binding.bump_version()
+    if int(engine.table.home[segment.first_page]) == Home.DEVICE:
+        engine.wire(segment)
