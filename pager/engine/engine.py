@@ -2,7 +2,7 @@
 
 ``acquire`` serves one access in numbered phases:
 
-1. look up (locked)   a run that covers the pages: pin it and go on; one under way: wait until it is issued
+1. look up (locked)   a run that covers the pages: pin it and go on; one whose move is being issued: wait
 2. place (locked)     take frames, evicting by next use where there are none (`pager.engine.reclaim`)
 3. move               enqueue the copies; nobody else may use the run yet
 4. publish (locked)   pin it for who faulted; others may use it too; streams wait for the copies by event
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from pager.device.base import Region
-from pager.engine.reclaim import Reclaimer, fence_of
+from pager.engine.reclaim import Reclaimer
 from pager.engine.run import Run
 from pager.engine.timeline import Timeline
 from pager.errors import BudgetError, PagerInternalError
@@ -38,7 +38,7 @@ from pager.units import format_bytes
 
 if TYPE_CHECKING:
     from pager.address_space import AddressSpace, Segment
-    from pager.device.base import Device
+    from pager.device.base import Device, Event, Stream
     from pager.engine.transfer import Transfers
     from pager.page_table import PageTable
     from pager.policies.protocol import EvictionPolicy
@@ -121,7 +121,7 @@ class Engine:
         """A run left the device (locked): free its frames behind a fence."""
         if run in self._runs[run.segment.index]:
             self._runs[run.segment.index].remove(run)
-        fence = fence_of(run)
+        fence = run.last_events()
         frame, num_pages = run.frame, run.num_pages
         run.frame = -1
         if self._poison:
@@ -158,7 +158,7 @@ class Engine:
             with self.lock:
                 run = self._find(segment, first, num_pages)
                 if run is not None:
-                    if not run.issued:
+                    if run.leaving or not run.issued:
                         self.changed.wait()
                         continue
                     self._pin(run)
@@ -174,10 +174,21 @@ class Engine:
             run = self._page_in(segment, first, num_pages, overwrite=overwrite, sooner_than=None)
             if run is not None:
                 break
+        try:
+            self._begin_use(run, stream, overwrite=overwrite, faulted=counted)
+            self.on_access()
+        except BaseException:
+            self.release(run)
+            raise
+        return run
+
+    def _begin_use(self, run: Run, stream: Stream, *, overwrite: bool, faulted: bool) -> None:
         with self.lock:
-            self._count_use(run, counted)
-            self.policy.record_access(segment.index, self.timeline.position)
-            waits = run.waits_of(stream)
+            self._count_use(run, faulted)
+            self.policy.record_access(run.segment.index, self.timeline.position)
+            waits: list[Event] = []
+            if stream.index not in run.waited:
+                waits += run.fence.values() if run.ready is None else [run.ready]
         for event in waits:
             stream.wait(event, timed=True)
         with self.lock:
@@ -186,8 +197,6 @@ class Engine:
         stream.touch(run.region, write=overwrite)
         if overwrite:
             self.mark_dirty(run)
-        self.on_access()
-        return run
 
     def _find(self, segment: Segment, first: int, num_pages: int) -> Run | None:
         for run in self._runs[segment.index]:

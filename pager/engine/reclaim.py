@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pager.page_table import PageState
-from pager.tiers.device_arena import Fence, merge_fence
 
 if TYPE_CHECKING:
     from pager.engine.engine import Engine
@@ -122,7 +121,9 @@ class Reclaimer:
                         other.leaving = False
                         engine.moves -= 1
                     if event is not None:
-                        merge_fence(run.uses, {event.stream.index: event})
+                        # Who writes next must not do so under the copy; the copy itself waited for the rest.
+                        run.ready = event
+                        run.waited.clear()
                     engine.changed.notify_all()
             if wait and event is not None:
                 event.synchronize()
@@ -136,13 +137,3 @@ class Reclaimer:
         if run.prefetched:
             engine.counters.prefetch_unused += 1
         engine.forget_run(run)
-
-
-def fence_of(run: Run) -> Fence:
-    """The events after which nobody needs the contents of the run's frames any more."""
-    fence: Fence = dict(run.uses)
-    if run.ready is not None:
-        merge_fence(fence, {run.ready.stream.index: run.ready})
-    else:
-        merge_fence(fence, run.fence)
-    return fence

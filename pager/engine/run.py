@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pager.device.base import Region
+from pager.tiers.device_arena import merge_fence
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -22,7 +23,8 @@ class Run:
     issued: the copy that fills it has been enqueued (or it needs none); until then only its issuer may use it.
     leaving: a write-back is under way; it has the run to itself, but for who uses it on the device.
     fence: events of the frames' former users; the first work that writes the frames waits for them.
-    ready: the event after which the bytes are there; None if the compute stream itself writes them.
+    ready: the event after which the frames may be used: the bytes are there, or were copied out; None if the
+        compute stream itself writes them.
     waited: indices of the streams that already waited for ``ready`` (or ``fence``).
     users: streams that use the run now; uses: per stream the event after which the last use is over.
     escaped: a raw pointer or an uncounted alias was given out, so any use may have written.
@@ -70,12 +72,11 @@ class Run:
         """The device frames."""
         return Region("device", self.frame, self.frame + self.num_pages)
 
-    def waits_of(self, stream: Stream) -> list[Event]:
-        """What ``stream`` has to wait for before it uses the frames: the bytes, and copies that still read them."""
-        waits = [event for event in self.uses.values() if event.stream is stream.device.d2h]
-        if stream.index not in self.waited:
-            waits += self.fence.values() if self.ready is None else [self.ready]
-        return waits
+    def last_events(self) -> Fence:
+        """The events after which nobody needs the contents of the frames any more."""
+        fence = dict(self.uses)
+        merge_fence(fence, self.fence if self.ready is None else {self.ready.stream.index: self.ready})
+        return fence
 
     def covers(self, first: int, num_pages: int) -> bool:
         """Whether all of the segment's pages ``[first, first + num_pages)`` are in this run."""

@@ -125,7 +125,7 @@ class Transfers:
         None where the home is the disk: the bytes are in the file when this returns. Raises TierIOError.
         """
         d2h = self._device.d2h
-        for event in run.uses.values():
+        for event in run.last_events().values():
             d2h.wait(event)
         pending_read = self._home_read.get(run.segment.index)
         if pending_read is not None:

@@ -197,9 +197,11 @@ class DeviceArena:
                 length = evicted = 0
                 worst = -1
                 end = begin
+                barred = False
                 while end < len(blocks) and length < num_frames:
                     block_rank = ranks[end]
                     if block_rank is None:
+                        barred = True
                         break
                     length += blocks[end].length
                     worst = max(worst, block_rank)
@@ -210,7 +212,7 @@ class DeviceArena:
                 if length >= num_frames and (best is None or (worst, evicted) < best):
                     best = (worst, evicted)
                     best_owners = [block.owner for block in blocks[begin:end] if block.owner is not None]
-                begin = end + 1 if end < len(blocks) and ranks[end] is None else begin + 1
+                begin = end + 1 if barred else begin + 1
         return best_owners
 
     def free(self, frame: int, fence: Fence) -> None:
