@@ -30,6 +30,7 @@ class Checks:
     happens_before: bool = False
     poison: bool = False
     daemon: str = "thread"
+    arena_bytes: int | None = None
     skip_wait: Callable[..., bool] | None = None
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ class DeviceBudget:
         self.small_bytes = small_bytes
         self.limit_bytes = self._limit(config.device_budget)
         self._headroom = config.device_headroom
+        self._fixed_arena_bytes = config.checks.arena_bytes
         self._context_bytes = self._measure_context()
         self._out_of_memory = device.num_out_of_memory()
         self.activation_bytes: int | None = None
@@ -80,6 +81,8 @@ class DeviceBudget:
     def arena_bytes(self, activation_bytes: int | None) -> int:
         """What the arena may take when activations (with transient gradients) need ``activation_bytes``."""
         left = self.allocator_bytes - self.small_bytes - self.headroom_bytes
+        if self._fixed_arena_bytes is not None:
+            return min(self._fixed_arena_bytes, left)
         if self._device.is_simulated:
             return max(left, 0)
         if activation_bytes is None:

@@ -132,9 +132,14 @@ class Homes:
         self._disk = disk
 
     def reserve_host(self, num_bytes_of: Sequence[int]) -> None:
-        """Map host memory for segments of these sizes in one piece, so that making them allocates nothing."""
+        """Map host memory for segments of these sizes in one piece, so that making them allocates nothing.
+
+        Where there is a disk, no more than the budget leaves: the rest of them goes there.
+        """
         frames = sum(ceil_div(num_bytes, self._page_size) for num_bytes in num_bytes_of)
         missing = frames - self._spare_frames
+        if self._disk is not None:
+            missing = min(missing, (self._host.budget_bytes - self._host.reserved_bytes) // self._page_size)
         if missing > 0:
             self._host.grow(missing)
             self._spare_frames += missing

@@ -1,0 +1,199 @@
+"""On a GPU: a managed run equals the unmanaged one, bit for bit, while its pages stream."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+import pager
+from pager.config import Checks
+from tests import models
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 16 * 1024
+NUM_STEPS = 4
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adamw-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Some CUDA backwards differ from themselves; parity is a question only where they do not."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with contextlib.ExitStack():
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train(case: models.Case, optimizer: torch.optim.Optimizer, mode: str) -> list[list[torch.Tensor]]:
+    """Losses and gradients of a few steps, on the CPU. ``mode``: plain, accumulate, clip, autocast."""
+    seen: list[list[torch.Tensor]] = []
+    torch.manual_seed(7)
+    for step in range(NUM_STEPS):
+        losses = []
+        for micro in range(3 if mode == "accumulate" else 1):
+            batch = tree_map_only(torch.Tensor, lambda t: t.cuda(), case.make_batch(step * 3 + micro))
+            with torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"):
+                loss = case.loss(case.model(*batch[0], **batch[1]), batch)
+            loss.backward()
+            losses.append(loss.detach().cpu())
+        if mode == "clip":
+            norm = torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1, foreach=False)
+            losses.append(norm.cpu())
+        grads = [p.grad.detach().cpu() for p in case.model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(losses + grads)
+    return seen
+
+
+def state_bytes(model: nn.Module) -> int:
+    return sum(-(-p.nbytes // PAGE) * PAGE * 4 for p in model.parameters() if p.nbytes >= PAGE)
+
+
+def check_equal(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> None:
+    for step, (ours, plain) in enumerate(zip(left, right, strict=True)):
+        for index, (a, b) in enumerate(zip(ours, plain, strict=True)):
+            assert torch.equal(a, b), f"step {step}, tensor {index}: {(a - b).abs().max()}"
+
+
+def check_parity(
+    name: str, optimizer: str, mode: str, share: float, dtype: torch.dtype, **checks: Any
+) -> None:
+    build = models.BUILDERS[name]
+    plain = build()
+    plain.model.to("cuda", dtype)
+    expected = train(plain, OPTIMIZERS[optimizer](plain.model.parameters()), mode)
+    managed = build()
+    managed.model.to(dtype)
+    arena = int(state_bytes(managed.model) * share) // PAGE * PAGE
+    made = OPTIMIZERS[optimizer](managed.model.parameters())
+    pager.manage(
+        managed.model, made, device="cuda", page_size=PAGE, checks=Checks(arena_bytes=arena, **checks)
+    )
+    got = train(managed, made, mode)
+    statistics = managed.model.pager.statistics()
+    assert statistics.peak_resident_bytes <= arena
+    if share < 1:
+        assert statistics.page_in_bytes > 0
+    managed.model.pager.close()
+    check_equal(got, expected)
+    for ours, theirs in zip(managed.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours.detach(), theirs.detach().cpu())
+
+
+@pytest.mark.parametrize("name", sorted(models.BUILDERS))
+def test_every_model(name: str) -> None:
+    check_parity(name, "adamw", "plain", 0.5, torch.float32, happens_before=True, poison=True)
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_optimizer(optimizer: str, dtype: torch.dtype) -> None:
+    check_parity("mlp", optimizer, "plain", 0.4, dtype, poison=True)
+
+
+@pytest.mark.parametrize("mode", ["accumulate", "clip", "autocast"])
+@pytest.mark.parametrize("daemon", ["thread", "inline"])
+def test_every_mode(mode: str, daemon: str) -> None:
+    check_parity(
+        "decoder", "adamw", mode, 0.5, torch.float32, poison=True, daemon=daemon, happens_before=True
+    )
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0, 2.0])
+def test_every_budget(share: float) -> None:
+    check_parity("decoder_nonreentrant", "adamw", "plain", share, torch.bfloat16, poison=True)
+
+
+def test_grad_scaler() -> None:
+    """fp16 with GradScaler: scales, skipped steps and parameters are those of the unmanaged run."""
+
+    def run(managed: bool) -> tuple[list[float], list[torch.Tensor]]:
+        case = models.make_mlp()
+        if not managed:
+            case.model.cuda()
+        optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
+        if managed:
+            arena = int(state_bytes(case.model) * 0.5)
+            pager.manage(
+                case.model, optimizer, device="cuda", page_size=PAGE, checks=Checks(arena_bytes=arena)
+            )
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24, growth_interval=2)
+        scales = []
+        for step in range(8):
+            args, _ = case.make_batch(step)
+            with torch.autocast("cuda", torch.float16):
+                loss = case.model(args[0].cuda()).float().square().mean() * 1e3
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0, foreach=False)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        if managed:
+            case.model.pager.close()
+        return scales, [p.detach().cpu() for p in case.model.parameters()]
+
+    scales, params = run(True)
+    plain_scales, plain_params = run(False)
+    assert scales == plain_scales
+    assert len(set(scales)) > 1
+    for ours, theirs in zip(params, plain_params, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_side_stream() -> None:
+    """Forward and backward on a stream of the user's; pages wait for it as for the default one."""
+    case, plain = models.make_mlp(), models.make_mlp()
+    plain.model.cuda()
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    arena = int(state_bytes(case.model) * 0.4)
+    pager.manage(
+        case.model, optimizer, device="cuda", page_size=PAGE, checks=Checks(arena_bytes=arena, poison=True)
+    )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = train(case, optimizer, "plain")
+    torch.cuda.current_stream().wait_stream(stream)
+    check_equal(got, train(plain, torch.optim.AdamW(plain.model.parameters()), "plain"))
+    case.model.pager.close()
+
+
+def test_steady_state_allocates_nothing() -> None:
+    """After the second step the arena, the host arena and CUDA's reserve stay as they are."""
+    case = models.make_mlp(width=256)
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    arena = int(state_bytes(case.model) * 0.5)
+    pager.manage(case.model, optimizer, device="cuda", page_size=PAGE, checks=Checks(arena_bytes=arena))
+    sizes = []
+    for step in range(30):
+        batch = tree_map_only(torch.Tensor, lambda t: t.cuda(), case.make_batch(step))
+        case.loss(case.model(*batch[0]), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        statistics = case.model.pager.statistics()
+        sizes.append((torch.cuda.memory_reserved(), statistics.host_bytes))
+    case.model.pager.close()
+    assert len(set(sizes[5:])) == 1
