@@ -22,12 +22,16 @@ CHECKPOINTING = ("none", "reentrant", "nonreentrant")
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its data: `make_batch(step)` gives `(args, kwargs)`, `loss(output, batch)` a scalar."""
+    """A model with its data: `make_batch(step)` gives `(args, kwargs)`, `loss(output, batch)` a scalar.
+
+    `blocks`: names of the modules a user would checkpoint ("" is the whole model), each with a tensor output.
+    """
 
     name: str
     model: nn.Module
     make_batch: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
     loss: Callable[[Any, tuple[tuple[Any, ...], dict[str, Any]]], Tensor]
+    blocks: tuple[str, ...] = ("",)
 
 
 def _generator(seed: int, step: int) -> torch.Generator:
@@ -63,9 +67,9 @@ def make_mlp(seed: int = 0, width: int = 96, depth: int = 4) -> Case:
     layers: list[nn.Module] = []
     for _ in range(depth):
         layers += [nn.Linear(width, width), nn.GELU()]
-    return Case(
-        "mlp", nn.Sequential(*layers, nn.Linear(width, width)), _floats(seed, BATCH, width), _square_loss
-    )
+    model = nn.Sequential(*layers, nn.Linear(width, width))
+    blocks = tuple(str(2 * index) for index in range(depth))
+    return Case("mlp", model, _floats(seed, BATCH, width), _square_loss, blocks)
 
 
 def make_cnn(seed: int = 0, channels: int = 32) -> Case:
@@ -153,17 +157,21 @@ def make_decoder(
     torch.manual_seed(seed)
     model = Decoder(width, depth, num_heads, dropout, checkpointing)
     name = "decoder" if checkpointing == "none" else f"decoder_{checkpointing}"
-    return Case(name, model, _tokens(seed, (BATCH, 16)), _next_token_loss)
+    blocks = tuple(f"blocks.{index}" for index in range(depth))
+    return Case(name, model, _tokens(seed, (BATCH, 16)), _next_token_loss, blocks)
 
 
 class AttentionModel(nn.Module):
-    """nn.MultiheadAttention between two linear layers, (batch, length, width) in and out."""
+    """nn.MultiheadAttention between two linear layers, (batch, length, width) in, 3 * width out.
+
+    The attention is one operation that names all its weights; the others make it fit a quarter of the state.
+    """
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.enter = nn.Linear(width, width)
         self.attention = nn.MultiheadAttention(width, num_heads, dropout=0.1, batch_first=True)
-        self.leave = nn.Linear(width, width)
+        self.leave = nn.Linear(width, 3 * width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.enter(x))
@@ -173,18 +181,21 @@ class AttentionModel(nn.Module):
 
 
 def make_attention(seed: int = 0, width: int = 80, num_heads: int = 4) -> Case:
-    """nn.MultiheadAttention with dropout on its weights, (BATCH, 10, width) float32 in and out."""
+    """nn.MultiheadAttention with dropout on its weights, (BATCH, 10, width) float32 in, 3 * width out."""
     torch.manual_seed(seed)
     return Case("attention", AttentionModel(width, num_heads), _floats(seed, BATCH, 10, width), _square_loss)
 
 
 class LSTMModel(nn.Module):
-    """A two-layer nn.LSTM, a linear head on the last step; (batch, length, width) in, (batch, width) out."""
+    """A two-layer nn.LSTM, a linear head on the last step; (batch, length, width) in, 10 * width out.
+
+    The LSTM is one operation that names all its weights; the wide head makes it fit a quarter of the state.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True, dropout=0.1)
-        self.head = nn.Linear(width, width)
+        self.head = nn.Linear(width, 10 * width)
 
     def forward(self, x: Tensor) -> Tensor:
         states, _ = self.lstm(x)
@@ -193,7 +204,7 @@ class LSTMModel(nn.Module):
 
 
 def make_lstm(seed: int = 0, width: int = 64) -> Case:
-    """A two-layer LSTM with dropout, (BATCH, 6, width) float32 in, (BATCH, width) out."""
+    """A two-layer LSTM with dropout, (BATCH, 6, width) float32 in, (BATCH, 10 * width) out."""
     torch.manual_seed(seed)
     return Case("lstm", LSTMModel(width), _floats(seed, BATCH, 6, width), _square_loss)
 
@@ -222,7 +233,10 @@ def make_encoder_decoder(seed: int = 0, width: int = 64, num_heads: int = 4) -> 
     """nn.Transformer with two encoder and two decoder layers; tokens (BATCH, 9) and (BATCH, 7) int64."""
     torch.manual_seed(seed)
     model = EncoderDecoder(width, num_heads)
-    return Case("encoder_decoder", model, _tokens(seed, (BATCH, 9), (BATCH, 7)), _next_token_loss)
+    blocks = tuple(
+        f"transformer.{half}.layers.{index}" for half in ("encoder", "decoder") for index in range(2)
+    )
+    return Case("encoder_decoder", model, _tokens(seed, (BATCH, 9), (BATCH, 7)), _next_token_loss, blocks)
 
 
 class CalledTwice(nn.Module):
@@ -243,7 +257,8 @@ class CalledTwice(nn.Module):
 def make_called_twice(seed: int = 0, width: int = 96) -> Case:
     """A module called twice in one forward, (BATCH, width) float32 in and out."""
     torch.manual_seed(seed)
-    return Case("called_twice", CalledTwice(width), _floats(seed, BATCH, width), _square_loss)
+    blocks = ("enter", "shared")
+    return Case("called_twice", CalledTwice(width), _floats(seed, BATCH, width), _square_loss, blocks)
 
 
 class OutsideUse(nn.Module):
