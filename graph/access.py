@@ -147,7 +147,8 @@ class TracedParameter(Traced, nn.Parameter):
     """A parameter (meta or real) that an AccessRecorder has adopted."""
 
 
-def _hooks_beneath() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+def hooks_beneath() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The saved-tensor hooks (pack, unpack) in force here; None without any, or where torch cannot say."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(False)
 
@@ -196,7 +197,7 @@ class AccessRecorder:
         segments = list(dict.fromkeys(t._segment for t in traced))
         # Before the operation: what it runs inside (a nested backward) has later ticks.
         self._record(segments, current_phase(), False)
-        beneath = _hooks_beneath()
+        beneath = hooks_beneath()
 
         def pack(tensor: Tensor) -> tuple[int | None, Callable[[Any], Tensor] | None, Any]:
             segment = self._segments.get(tensor.untyped_storage()._cdata)

@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from pager.graph.access import ACCESS_DTYPE, AccessRecorder, Traced, TracedParameter
+from pager.graph.access import ACCESS_DTYPE, AccessRecorder, Traced, TracedParameter, hooks_beneath
 
 log = logging.getLogger(__name__)
 
@@ -316,6 +316,16 @@ def undisturbed() -> Iterator[None]:
             np.random.set_state(states[2])  # noqa: NPY002
 
 
+@contextlib.contextmanager
+def _own_saved_tensors() -> Iterator[None]:
+    """Keep what the twin saves from the hooks the caller runs under: a checkpoint would count it as its."""
+    if hooks_beneath() is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda kept: kept):
+        yield
+
+
 # The fused kernel that a real device has keeps its own choice of weights for backward.
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
@@ -358,7 +368,7 @@ def _try_rung(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     recorder.active = True
-    with fake_mode, meter:
+    with _own_saved_tensors(), fake_mode, meter:
         run_step(twin, args, kwargs)
     recorder.active = False
     return Capture(

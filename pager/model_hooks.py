@@ -45,7 +45,9 @@ class _FirstBatch(_Hook):
         if not module.training or not torch.is_grad_enabled():
             return  # an evaluation; the first training step is what the plan is about
         if torch._C._current_graph_task_id() != -1:
-            return  # a checkpoint around the whole model recomputes: only the real step shows that, and is recorded
+            return  # a checkpoint around the whole model recomputes it: the real step shows that, and is recorded
+        if not self._runtime.bindings_of(module):
+            return  # torch.func.functional_call put other tensors in their place
         self.handle.remove()
         self._runtime.capture(args, kwargs)
 
