@@ -254,11 +254,6 @@ class Engine:
 
     def prefetch(self, segment: Segment, first: int, num_pages: int, *, ticks_ahead: int) -> bool:
         """Start paging in, if that evicts nothing needed sooner. False if there is no such room."""
-        with self.lock:
-            if self.runs_over(segment, first, num_pages) or not self.table.has_value(
-                segment.first_page + first, segment.first_page + first + num_pages
-            ):
-                return True
         try:
             self._page_in(segment, first, num_pages, overwrite=False, sooner_than=ticks_ahead)
         except NoRoom:
@@ -314,9 +309,12 @@ class Engine:
             with self.lock:
                 if self.runs_over(segment, first, num_pages):
                     return None
-                if sooner_than is not None and self.demand:
-                    raise NoRoom
                 run = Run(segment, first, num_pages)
+                if sooner_than is not None:
+                    if not self.table.has_value(run.begin, run.end):
+                        return None  # set to None since pagerd looked
+                    if self.demand:
+                        raise NoRoom
                 taken = self.arena.take_free(num_pages, run)
                 if taken is not None:
                     run.frame, run.fence = taken
