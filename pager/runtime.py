@@ -384,8 +384,8 @@ class Runtime:
         self.mmu.end_step()
         self.engine.drain()
         self.budget.close()
-        self.device.h2d.synchronize()
-        self.device.d2h.synchronize()
+        for stream in (self.device.current_stream(), self.device.h2d, self.device.d2h):
+            stream.synchronize()
         self.host.close()
         if self.disk is not None:
             self.disk.close()

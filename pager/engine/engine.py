@@ -501,14 +501,14 @@ class Engine:
             return any(run.pins for run in self._runs[segment.index])
 
     def flush(self, segments: Sequence[Segment]) -> None:
-        """Make the homes of these segments good: write back what is dirty and wait for it."""
+        """Write back what is dirty of these segments. A disk has it then; who reads host homes waits for the link."""
         self.drain()
         with self.lock:
             runs = [run for segment in segments for run in self._runs[segment.index]]
             for run in runs:
                 if run.issued:
                     self._note_write(run)
-        self.reclaimer.write_back(runs, wait=True)
+        self.reclaimer.write_back(runs)
 
     def evict_segments(self, segments: Sequence[Segment]) -> None:
         """Send these segments home and free their frames, except what is wired or in use."""

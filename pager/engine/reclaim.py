@@ -11,7 +11,7 @@ chose:
                       nothing is lost
 5. evict (locked)     victims that nobody pinned or wrote meanwhile leave; else the caller looks again from 1
 
-Between 2 and 4 a run is marked ``leaving``: it has one writer-back at a time, and neither goes nor is dropped.
+Between 2 and 4 a run is marked ``leaving``: it is written back once at a time, and neither goes nor is dropped.
 
 A run that was prefetched and not used yet may be evicted for a demand fault only: among prefetches it would
 be thrown out for something needed later. Why not one lock over it all: a write to disk takes milliseconds,
@@ -92,8 +92,8 @@ class Reclaimer:
                 self._leave(run)
         return gone
 
-    def write_back(self, runs: list[Run], *, wait: bool = False) -> None:
-        """Phases 2 to 4: clean the dirty ones among ``runs``; ``wait`` until their homes are good."""
+    def write_back(self, runs: list[Run]) -> None:
+        """Phases 2 to 4: clean the dirty ones among ``runs``."""
         engine = self._engine
         leaving: list[Run] = []
         with engine.lock:
@@ -125,8 +125,6 @@ class Reclaimer:
                         run.ready = event
                         run.waited.clear()
                     engine.changed.notify_all()
-            if wait and event is not None:
-                event.synchronize()
 
     def _is_dirty(self, run: Run) -> bool:
         return not run.orphan and int(self._engine.table.state[run.begin]) == PageState.DIRTY

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pager.device.base import Region
 from pager.errors import PagerInternalError
 
 if TYPE_CHECKING:
@@ -127,7 +128,13 @@ class DeviceArena:
         for block in slab.blocks:
             for event in block.fence.values():
                 event.synchronize()
+        self._give_back(slab)
         del self._slabs[index]
+
+    def _give_back(self, slab: _Slab) -> None:
+        # Whoever gets the memory next may write to it at once.
+        frames = Region("device", slab.first_frame, slab.first_frame + slab.num_frames)
+        self.device.host_touch(frames, write=True)
 
     def bytes_of(self, frame: int, num_bytes: int) -> torch.Tensor:
         """The memory from ``frame`` on, as uint8. Keeps nothing alive but the slab; for copies only."""
@@ -249,5 +256,7 @@ class DeviceArena:
         return best
 
     def close(self) -> None:
-        """Give all slabs back."""
+        """Give all slabs back. The caller has waited for the work that used them."""
+        for slab in self._slabs:
+            self._give_back(slab)
         self._slabs.clear()

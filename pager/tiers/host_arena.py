@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pager.device.base import Device
+from pager.device.base import Device, Region
 from pager.errors import PagerClosed, PagerInternalError, TierError, TierFull
 from pager.tiers.base import check_host_bytes
 from pager.tiers.ranges import FrameRanges
@@ -213,6 +213,8 @@ class HostArena:
             raise PagerClosed("the host arena was closed")
 
     def _drop(self, piece: _Piece) -> None:
+        # Whoever gets the memory next may write to it at once.
+        self._device.host_touch(Region("host", piece.begin, piece.end), write=True)
         if piece.is_registered:
             self._device.unregister_host(piece.memory.data_ptr())
 
