@@ -58,6 +58,8 @@ class Planner:
         shared: Sequence[object],
     ) -> AccessTrace | None:
         """Run one step without data; the trace of its forward and backward, None if the model cannot do that."""
+        own = {id(param) for param in self._model.parameters()}
+        bindings = [binding for binding in bindings if id(binding.tensor) in own]
         if not bindings:
             return None
         managed: dict[nn.Parameter, int] = {b.tensor: b.segment.index for b in bindings}  # type: ignore[misc]

@@ -45,6 +45,12 @@ def strided_view(
     return view.set_(storage, offset, size, stride)
 
 
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Let ``tensor.data`` be ``data``, whatever class the tensor has; its version counter stays."""
+    with NoTorchFunction():
+        _set_data(tensor, data)
+
+
 class Binding:
     """A paged tensor's segment, its phantom, and how many operations use it now.
 
@@ -52,7 +58,18 @@ class Binding:
     the last one back at the phantom. The MMU's lock guards both.
     """
 
-    __slots__ = ("gradient", "hook", "meta", "mmu", "original_class", "phantom", "segment", "tensor", "uses")
+    __slots__ = (
+        "gradient",
+        "hook",
+        "meta",
+        "mmu",
+        "original_class",
+        "phantom",
+        "segment",
+        "tensor",
+        "uses",
+        "versions_before",
+    )
 
     def __init__(self, mmu: Mmu, segment: Segment, tensor: torch.Tensor, original_class: type) -> None:
         self.mmu = mmu
@@ -62,6 +79,8 @@ class Binding:
         self.gradient: Binding | None = None
         self.hook: torch.utils.hooks.RemovableHandle | None = None
         self.uses = 0
+        # Versions counted by tensors that stood here before, so that a saved version never fits another tensor.
+        self.versions_before = 0
 
     def _take(self, segment: Segment) -> None:
         self.segment = segment
@@ -82,7 +101,7 @@ class Binding:
     def version(self) -> int:
         """The tensor's version counter; every counted in-place write moves it."""
         with NoTorchFunction():
-            return int(_get_version(self.tensor))
+            return self.versions_before + int(_get_version(self.tensor))
 
     def bump_version(self) -> None:
         """Count a write that did not go through the tensor."""
@@ -91,8 +110,7 @@ class Binding:
 
     def point_at(self, data: torch.Tensor) -> None:
         """Let ``tensor.data`` be ``data``; the version counter stays."""
-        with NoTorchFunction():
-            _set_data(self.tensor, data)
+        set_data(self.tensor, data)
 
     def raw_grad(self) -> torch.Tensor | None:
         """The gradient autograd left on the tensor itself, not yet in its segment."""

@@ -9,6 +9,7 @@ addition.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from pager.errors import ConfigError
 from pager.graph.access_trace import Phase
 from pager.mmu.binding import Binding, NoTorchFunction
+from pager.mmu.parameter import PagedTensor, make_ordinary, page_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,12 +119,41 @@ class Gradients:
         if value is None or slot is None:
             binding.set_raw_grad(value)
             if slot is not None:
-                self._mmu.engine.discard(slot.segment)
+                self._let_go(slot)
             return
         binding.set_raw_grad(value)  # torch checks shape, dtype and device here
         binding.set_raw_grad(None)
         if value.requires_grad:
             value = value.detach()
-        # Views of the old gradient keep the old values, as they would after torch's own assignment.
-        self._mmu.engine.discard(slot.segment)
+        self._let_go(slot)
         self._add(binding, value)
+
+    def _let_go(self, slot: Binding) -> None:
+        """The gradient is given up. Whoever keeps the tensor, or views of it, keeps the old values, as in torch.
+
+        Views hold their frames. The tensor itself becomes an ordinary one, and a new one stands for the next gradient.
+        """
+        mmu = self._mmu
+        if _num_references(slot) > _UNSHARED and mmu.engine.has_value(slot.segment):
+            _, view = mmu.fault(slot, Phase.GRADIENT, what=f"keeping the old gradient of {slot.name}")
+            kept = slot.tensor
+            slot.versions_before = slot.version() + 1
+            slot.tensor = torch.empty(0, dtype=slot.segment.dtype, device=slot.phantom.device)
+            page_tensor(slot, PagedTensor)
+            with torch.inference_mode(False):
+                make_ordinary(kept, slot.original_class, view.clone())
+            del view
+        mmu.engine.discard(slot.segment)
+
+
+def _num_references(holder: Any) -> int:
+    """References to ``holder.tensor``, for comparison only."""
+    return sys.getrefcount(holder.tensor)
+
+
+class _Alone:
+    tensor = torch.empty(0)
+
+
+# References to a tensor that only its binding holds.
+_UNSHARED = _num_references(_Alone)

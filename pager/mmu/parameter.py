@@ -19,7 +19,7 @@ from torch import nn
 
 from pager.graph.access import LAYOUT, METADATA, collect_tensors
 from pager.mmu import foreach
-from pager.mmu.binding import Binding, NoTorchFunction
+from pager.mmu.binding import Binding, NoTorchFunction, set_data
 
 # func -> handler(func, args, kwargs); filled by pager.mmu.special
 SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -107,10 +107,14 @@ def page_tensor(binding: Binding, cls: type[Paged]) -> None:
 
 def unpage_tensor(binding: Binding, data: torch.Tensor) -> None:
     """Undo :func:`page_tensor`: an ordinary tensor again, holding ``data``."""
-    tensor = binding.tensor
+    make_ordinary(binding.tensor, binding.original_class, data)
+
+
+def make_ordinary(tensor: torch.Tensor, cls: type, data: torch.Tensor) -> None:
+    """Take a paged tensor's door off: it is of ``cls`` and holds ``data``."""
     del tensor._pager  # type: ignore[attr-defined]
-    tensor.__class__ = binding.original_class
-    binding.point_at(data)
+    tensor.__class__ = cls
+    set_data(tensor, data)
 
 
 def is_paged(tensor: Any) -> bool:

@@ -184,11 +184,10 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_handles(torch.autograd.grad)
 def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.autograd.grad` with paged inputs.
+    """`torch.autograd.grad` with paged tensors among its arguments.
 
-    Not an access: the graph only needs to know the tensors. And it must run with torch functions enabled,
-    since backward runs recomputation and hooks on this thread; so torch's own wrapper, which would come back
-    here, is left out.
+    Not an access to the inputs: the graph only needs to know them. So torch's own function is called with their gradient
+    edges, and with torch functions enabled, since backward runs recomputation and hooks on this thread.
     """
     return _grad(*args, **kwargs)
 
@@ -199,41 +198,46 @@ def _grad(
     grad_outputs: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
+    only_inputs: bool = True,
     allow_unused: bool | None = None,
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    if is_grads_batched:
-        raise ConfigError(
-            "torch.autograd.grad(is_grads_batched=True) is not supported with managed parameters"
-        )
     if materialize_grads and allow_unused is False:
         raise ValueError("Expected allow_unused to be True or not passed when materialize_grads=True")
-    outs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
-    ins = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    seeds = (
-        (grad_outputs,)
-        if grad_outputs is None or isinstance(grad_outputs, torch.Tensor)
-        else tuple(grad_outputs)
-    )
-    if grad_outputs is None:
-        seeds = (None,) * len(outs)
-    seeds = torch.autograd._make_grads(outs, seeds, is_grads_batched=False)
-    result = torch.autograd.graph._engine_run_backward(
-        outs,
-        seeds,
-        create_graph if retain_graph is None else retain_graph,
-        create_graph,
-        ins,
-        bool(allow_unused or materialize_grads),
-        accumulate_grad=False,
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    result = torch.autograd.grad(
+        _ordinary(outputs),
+        [_edge(tensor) if isinstance(tensor, Paged) else tensor for tensor in given],
+        _ordinary(grad_outputs),
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        only_inputs=only_inputs,
+        allow_unused=bool(allow_unused or materialize_grads),
+        is_grads_batched=is_grads_batched,
     )
     if materialize_grads:
         return tuple(
-            torch.zeros(given.shape, dtype=given.dtype, device=given.device) if grad is None else grad
-            for given, grad in zip(ins, result, strict=True)
+            torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if grad is None else grad
+            for tensor, grad in zip(given, result, strict=True)
         )
     return tuple(result)
+
+
+def _edge(tensor: Paged) -> Any:
+    with NoTorchFunction():
+        if not tensor.requires_grad:
+            raise RuntimeError("One of the differentiated Tensors does not require grad")
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
+def _ordinary(values: Any) -> Any:
+    """Paged tensors among ``values`` as ordinary views of their frames, which autograd's engine can read."""
+    if isinstance(values, Paged):
+        return values.view_as(values)
+    if isinstance(values, (list, tuple)) and any(isinstance(value, Paged) for value in values):
+        return [_ordinary(value) for value in values]
+    return values
 
 
 @_handles(_method("__setstate__"))
