@@ -95,7 +95,7 @@ class DeviceBudget:
         if ooms > self._out_of_memory:
             self._out_of_memory = ooms
             return -1
-        if self._device.is_simulated:
+        if self._device.is_simulated or self._fixed_arena_bytes is not None:
             return 0
         peak = self._device.allocator_peak_bytes()
         self._device.reset_allocator_peak()

@@ -107,7 +107,7 @@ def run_managed(args: argparse.Namespace) -> dict[str, Any]:
         checks=Checks(daemon=args.daemon),
     )
     managed = time.perf_counter()
-    model.load_state_dict(torch.load(args.weights, mmap=True, weights_only=True))
+    model.load_state_dict(torch.load(args.weights, mmap=True, weights_only=True, map_location="cpu"))
     loaded = time.perf_counter()
     losses, seconds = train(model, optimizer, args)
     statistics = model.pager.statistics().as_dict()
