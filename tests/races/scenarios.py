@@ -1,0 +1,290 @@
+"""Short programs, each of which goes wrong if one particular wait, pin or mark of the runtime is left out.
+
+Each takes ``skip``, the waits to leave out (`sites.skip_only`), and raises `RaceError` from the happens-before checker or
+`WrongBytes` where the numbers differ. With nothing left out each of them passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import pager
+from pager.config import Checks
+from pager.page_table import Home
+from tests.engine_rig import PAGE, Bytes, make_filled
+from tests.models import BUILDERS, Case
+
+Skip = Callable[[Any, Any], bool]
+Scenario = Callable[[Skip, Path], None]
+
+
+class WrongBytes(AssertionError):
+    """A value read is not the value written."""
+
+
+def check_bytes(found: Bytes, expected: Bytes, what: str) -> None:
+    """WrongBytes unless the two are equal."""
+    if not np.array_equal(found, expected):
+        raise WrongBytes(f"{what}: {int((found != expected).sum())} of {len(found)} bytes differ")
+
+
+def check_tensors(found: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    """WrongBytes unless all tensors are equal, bit for bit."""
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if not torch.equal(one, other):
+            raise WrongBytes(f"{what}: tensor {index} differs")
+
+
+# -- waits -----------------------------------------------------------------------------------------------------
+
+
+def poison_a_run_in_use(skip: Skip, folder: Path) -> None:
+    """The poison must not overtake the last read of the frames."""
+    rig, values = make_filled([PAGE, PAGE], arena_frames=1, skip_wait=skip)
+    check_bytes(rig.read(0), values[0], "first")
+    check_bytes(rig.read(1), values[1], "second, in the same frame")
+    rig.close()
+
+
+def use_what_was_paged_in(skip: Skip, folder: Path) -> None:
+    """The compute stream must not read before the copy has arrived."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip, check_races=False)
+    check_bytes(rig.read(0), values[0], "paged in")
+    rig.close()
+
+
+def page_in_over_a_page_out(skip: Skip, folder: Path) -> None:
+    """A page in must not overwrite frames that are still being copied out."""
+    rig, values = make_filled([PAGE, PAGE], arena_frames=1, skip_wait=skip, poison=False)
+    rig.write(0, values[1])
+    check_bytes(rig.read(1), values[1], "second, in the same frame")
+    check_bytes(rig.home_value(0), values[1], "first, written")
+    rig.close()
+
+
+def page_in_what_is_on_its_way_out(skip: Skip, folder: Path) -> None:
+    """A page in must not read a home that has not been written yet.
+
+    It comes back in other frames than it left, so that nothing but the home connects the two.
+    """
+    rig, values = make_filled([PAGE] * 3, arena_frames=3, skip_wait=skip, poison=False)
+    rig.write(0, ~values[0])
+    _, held = rig.lease(1)
+    rig.evict(0)
+    rig.overwrite(2, values[2])
+    check_bytes(rig.read(0), ~values[0], "written, out and in again")
+    del held
+    rig.close()
+
+
+def page_out_what_was_written(skip: Skip, folder: Path) -> None:
+    """A page out must not read frames that the compute stream still writes."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip, poison=False)
+    rig.write(0, ~values[0])
+    rig.evict(0)
+    check_bytes(rig.home_value(0), ~values[0], "written")
+    rig.close()
+
+
+def page_out_over_an_unused_page_in(skip: Skip, folder: Path) -> None:
+    """A page out must not overwrite a home that a page in, evicted before its use, still reads.
+
+    The new value is made in other frames, so that nothing but the home connects the two.
+    """
+    rig, values = make_filled([PAGE] * 4, arena_frames=3, skip_wait=skip, poison=False)
+    rig.read(1)
+    _, held = rig.lease(2)
+    rig.read(3)
+    rig.evict(3)
+    assert rig.prefetch(0)
+    rig.evict(1)
+    rig.evict(0)
+    rig.overwrite(0, ~values[0])
+    rig.evict(0)
+    check_bytes(rig.home_value(0), ~values[0], "overwritten")
+    del held
+    rig.close()
+
+
+def read_a_home_being_written(skip: Skip, folder: Path) -> None:
+    """The host must not read a home that a page out has not reached."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip)
+    rig.write(0, ~values[0])
+    rig.evict(0)
+    check_bytes(rig.home_value(0), ~values[0], "at home")
+    rig.close()
+
+
+def store_over_a_page_in(skip: Skip, folder: Path) -> None:
+    """The host must not write to a home that a page in still reads."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip)
+    assert rig.prefetch(0)
+    rig.store(0, ~values[0])
+    check_bytes(rig.read(0), ~values[0], "stored")
+    rig.close()
+
+
+def two_pages_through_one_bounce_buffer(skip: Skip, folder: Path) -> None:
+    """The second read of the disk must not overwrite what the first has not sent on."""
+    rig, values = make_filled(
+        [PAGE, PAGE], arena_frames=2, homes=[Home.DISK] * 2, disk_folder=folder, skip_wait=skip
+    )
+    assert rig.prefetch(0)
+    assert rig.prefetch(1)
+    check_bytes(rig.read(0), values[0], "first")
+    check_bytes(rig.read(1), values[1], "second")
+    rig.close()
+
+
+def write_to_disk_what_has_arrived(skip: Skip, folder: Path) -> None:
+    """The file must not get the bounce buffer before the copy has filled it."""
+    rig, values = make_filled(
+        [PAGE], arena_frames=1, homes=[Home.DISK], disk_folder=folder, skip_wait=skip
+    )
+    rig.write(0, ~values[0])
+    rig.evict(0)
+    check_bytes(rig.home_value(0), ~values[0], "on disk")
+    rig.close()
+
+
+def reuse_the_home_of_a_retired_segment(skip: Skip, folder: Path) -> None:
+    """Host frames must not be handed on while a page in still reads them."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip)
+    retired = rig.segments[0]
+    assert rig.prefetch(0)
+    rig.engine.discard(retired)
+    rig.engine.unregister(retired)
+    frame = int(rig.table.home_frame[retired.first_page])
+    rig.host.free(frame, 1)
+    rig.add(PAGE, Home.HOST)
+    assert int(rig.table.home_frame[rig.segments[1].first_page]) == frame
+    rig.store(1, ~values[0])
+    check_bytes(rig.read(1), ~values[0], "the next owner")
+    rig.close()
+
+
+def give_back_a_slab_being_copied_out(skip: Skip, folder: Path) -> None:
+    """A slab's memory must not go back while a page out still reads it."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip, poison=False)
+    rig.write(0, ~values[0])
+    rig.evict(0)
+    rig.arena.remove_slab(0)
+    check_bytes(rig.home_value(0), ~values[0], "at home")
+    rig.close()
+
+
+def in_place_write_after_a_write_back(skip: Skip, folder: Path) -> None:
+    """A run that was cleaned and stays must not be written to under the copy that cleans it."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip)
+    rig.write(0, ~values[0])
+    rig.engine.flush(rig.segments)
+    rig.write(0, values[0])
+    check_bytes(rig.home_value(0), values[0], "written twice")
+    rig.close()
+
+
+# -- closing ---------------------------------------------------------------------------------------------------
+
+
+def make_managed_layer(skip: Skip) -> nn.Linear:
+    """A managed linear layer with one paged parameter."""
+    checks = Checks(streams="late", happens_before=True, poison=False, daemon="inline", skip_wait=skip)
+    return pager.manage(
+        nn.Linear(96, 96, bias=False), device="cpu", page_size="16KiB", device_budget="144KiB", checks=checks
+    )
+
+
+def close_after_a_forward(skip: Skip, folder: Path) -> None:
+    """The slabs must not go back while the compute stream still reads them."""
+    layer = make_managed_layer(skip)
+    with torch.no_grad():
+        layer(torch.ones(1, 96))
+    layer.pager.close()
+
+
+def close_with_a_page_in_under_way(skip: Skip, folder: Path) -> None:
+    """Neither the slabs nor the homes must go back while a page in is under way."""
+    layer = make_managed_layer(skip)
+    engine = layer.pager._runtime.engine
+    segment = engine.space.segments[0]
+    assert engine.prefetch(segment, 0, segment.num_pages, ticks_ahead=0)
+    layer.pager.close()
+
+
+def close_with_a_page_out_under_way(skip: Skip, folder: Path) -> None:
+    """Neither the slabs nor the homes must go back while a page out is, whose value nobody wants any more."""
+    layer = make_managed_layer(skip)
+    layer(torch.ones(1, 96)).sum().backward()
+    engine = layer.pager._runtime.engine
+    engine.evict_segments([segment for segment in engine.space.segments if segment.kind == "gradient"])
+    layer.weight.grad = None
+    layer.pager.close()
+
+
+# -- training --------------------------------------------------------------------------------------------------
+
+
+def train(case: Case, num_steps: int = 3, **knobs: Any) -> list[torch.Tensor]:
+    """Losses and parameters of a few steps of Adam, managed with ``knobs`` if there are any."""
+    model = case.model
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if knobs:
+        pager.manage(model, optimizer, device="cpu", page_size="16KiB", **knobs)
+    losses = []
+    loss: torch.Tensor | None = None
+    try:
+        for step in range(num_steps):
+            args, kwargs = case.make_batch(step)
+            loss = case.loss(model(*args, **kwargs), (args, kwargs))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().clone())
+    finally:
+        if knobs:
+            loss = None
+            gc.collect()
+            model.pager.close()
+    return losses + [param.detach().clone() for param in model.parameters()]
+
+
+def state_bytes(case: Case) -> int:
+    """Bytes of parameters, gradients and Adam's states."""
+    return 4 * sum(param.nbytes for param in case.model.parameters())
+
+
+@functools.cache
+def plain_training() -> list[torch.Tensor]:
+    """What the same steps give without pager."""
+    return train(BUILDERS["mlp"]())
+
+
+def train_with(skip: Skip, *, poison: bool, **knobs: Any) -> None:
+    """Train a model four times the device budget on late streams, and compare with plain torch."""
+    case = BUILDERS["mlp"]()
+    checks = Checks(streams="late", happens_before=True, poison=poison, daemon="inline", skip_wait=skip)
+    managed = train(case, device_budget=state_bytes(case) // 4, checks=checks, **knobs)
+    check_tensors(managed, plain_training(), "training")
+
+
+def train_over_host(skip: Skip, folder: Path) -> None:
+    """Homes in host memory."""
+    train_with(skip, poison=False)
+
+
+def train_over_disk(skip: Skip, folder: Path) -> None:
+    """Homes on disk."""
+    train_with(skip, poison=False, disk=folder, host_budget="1KiB")
+
+
+def train_with_poison(skip: Skip, folder: Path) -> None:
+    """Freed frames are overwritten at once."""
+    train_with(skip, poison=True)

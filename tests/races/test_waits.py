@@ -1,0 +1,61 @@
+"""Control tests of the waits: each place where a stream or the host waits for an event is left out once.
+
+The sites are read from the source, so a new wait without a control fails here, and so does a wait that nothing needs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pager.errors import RaceError
+from tests.races import scenarios
+from tests.races.scenarios import Scenario, WrongBytes
+from tests.races.sites import skip_only, wait_sites
+
+# (site, stream whose events are left out or None for all of them, scenario that notices)
+CONTROLS: list[tuple[str, str | None, Scenario]] = [
+    ("engine/engine.py:Engine._poison_frames:wait", None, scenarios.poison_a_run_in_use),
+    ("engine/engine.py:Engine._poison_frames:wait", None, scenarios.train_with_poison),
+    ("engine/engine.py:Engine._begin_use:wait", None, scenarios.use_what_was_paged_in),
+    ("engine/engine.py:Engine._begin_use:wait", "d2h", scenarios.in_place_write_after_a_write_back),
+    ("engine/engine.py:Engine._begin_use:wait", None, scenarios.train_over_host),
+    ("engine/transfer.py:Transfers.page_in:wait#1", None, scenarios.page_in_over_a_page_out),
+    ("engine/transfer.py:Transfers.page_in:wait#1", None, scenarios.train_over_host),
+    ("engine/transfer.py:Transfers.page_in:wait#2", None, scenarios.page_in_what_is_on_its_way_out),
+    ("engine/transfer.py:Transfers.page_out:wait#1", None, scenarios.page_out_what_was_written),
+    ("engine/transfer.py:Transfers.page_out:wait#1", None, scenarios.train_over_host),
+    ("engine/transfer.py:Transfers.page_out:wait#2", None, scenarios.page_out_over_an_unused_page_in),
+    ("engine/transfer.py:_Bounce.acquire:synchronize", None, scenarios.two_pages_through_one_bounce_buffer),
+    ("engine/transfer.py:_Bounce.acquire:synchronize", None, scenarios.train_over_disk),
+    ("engine/transfer.py:Transfers._write_disk:synchronize", None, scenarios.write_to_disk_what_has_arrived),
+    ("engine/transfer.py:Transfers._write_disk:synchronize", None, scenarios.train_over_disk),
+    ("engine/transfer.py:Transfers.home_bytes:synchronize#1", None, scenarios.read_a_home_being_written),
+    ("engine/transfer.py:Transfers.home_bytes:synchronize#2", None, scenarios.store_over_a_page_in),
+    ("engine/transfer.py:Transfers.forget:synchronize", None, scenarios.reuse_the_home_of_a_retired_segment),
+    ("runtime.py:Runtime._take_back:synchronize", "compute", scenarios.close_after_a_forward),
+    ("runtime.py:Runtime._take_back:synchronize", "h2d", scenarios.close_with_a_page_in_under_way),
+    ("runtime.py:Runtime._take_back:synchronize", "d2h", scenarios.close_with_a_page_out_under_way),
+    ("tiers/device_arena.py:DeviceArena.remove_slab:synchronize", None, scenarios.give_back_a_slab_being_copied_out),
+]
+
+
+def _id(value: object) -> str:
+    return getattr(value, "__name__", None) or str(value)
+
+
+@pytest.mark.parametrize(("site", "stream", "scenario"), CONTROLS, ids=_id)
+def test_a_wait_left_out_is_noticed(site: str, stream: str | None, scenario: Scenario, tmp_path: Path) -> None:
+    with pytest.raises((RaceError, WrongBytes)):
+        scenario(skip_only(site, stream=stream), tmp_path)
+
+
+@pytest.mark.parametrize("scenario", dict.fromkeys(scenario for _, _, scenario in CONTROLS), ids=_id)
+def test_with_all_waits_nothing_is_wrong(scenario: Scenario, tmp_path: Path) -> None:
+    scenario(skip_only(None), tmp_path)
+    assert scenario.__doc__
+
+
+def test_every_wait_has_a_control() -> None:
+    assert {site for site, _, _ in CONTROLS} == set(wait_sites().values())
