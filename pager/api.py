@@ -30,6 +30,8 @@ def manage(model: M, optimizer: Any = None, *, config: Config | None = None, **k
     The handle is ``model.pager``. Raises ConfigError (a ValueError) or TypeError for a model, optimizer or
     knob that cannot work, BudgetError where a budget cannot hold it; the model is then as it was.
     """
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config is a {type(config).__name__}; expected a pager.Config")
     settings = (config or Config()).replace(**knobs)
     if not isinstance(model, nn.Module):
         raise TypeError(f"pager.manage() takes a torch.nn.Module, not a {type(model).__name__}")
@@ -44,13 +46,7 @@ def manage(model: M, optimizer: Any = None, *, config: Config | None = None, **k
         )
     optimizers = list(iterate_optimizers(optimizer))
     _check_optimizers(model, optimizers)
-    runtime = Runtime(model, settings)
-    try:
-        for item in optimizers:
-            runtime.adopt(item)
-    except BaseException:
-        runtime.close()
-        raise
+    runtime = Runtime(model, settings, optimizers)
     handle = Handle(runtime)
     model.pager = handle  # type: ignore[assignment]
     return model
@@ -116,8 +112,8 @@ class Handle:
         """
         self._runtime.check_open()
         bindings = self._runtime.bindings_of(module)
-        if not bindings and not any(True for _ in module.parameters()):
-            raise ConfigError(f"{type(module).__name__} has no parameters to keep on the device")
+        if not bindings and not self._runtime.paged.holds_small(module):
+            raise ConfigError(f"{type(module).__name__} has no parameters that are managed here")
         with self._runtime.mmu.resident(bindings):
             yield
 

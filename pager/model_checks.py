@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pager.address_space import span_elements
 from pager.errors import ConfigError
@@ -19,6 +20,9 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "Use either FSDP or pager on a model, not both",
     "DataParallel": "Manage the plain module (model.module) instead",
 }
+
+# Parameters under a page that belong to a managed model: they stay ordinary, so nothing on them tells.
+MANAGED_SMALL: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,7 @@ def _check_modules(model: nn.Module) -> None:
 def _check_parameter(name: str, param: nn.Parameter) -> None:
     if isinstance(param, UninitializedParameter):
         raise ConfigError(f"parameter {name!r} is lazy; run one forward pass before pager.manage()")
-    if isinstance(param, Paged):
+    if isinstance(param, Paged) or param in MANAGED_SMALL:
         raise ConfigError(
             f"parameter {name!r} is managed already; call close() on its handle first, or share the module instead of "
             "the parameter"
@@ -93,14 +97,20 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 
 def _check_storages(named: list[tuple[str, nn.Parameter]]) -> None:
     """Two parameters over one memory would come apart when they move."""
-    seen: dict[int, str] = {}
+    spans: list[tuple[int, int, str]] = []
     for name, param in named:
         if param.device.type == "meta" or param.numel() == 0:
             continue
-        key = param.data_ptr()
-        if key in seen:
+        begin = param.data_ptr()
+        num_bytes = span_elements(param.size(), param.stride()) * param.element_size()
+        spans.append((begin, begin + num_bytes, name))
+    spans.sort(key=lambda span: span[:2])
+    last_end, last_name = 0, ""
+    for begin, end, name in spans:
+        if begin < last_end:
             raise ConfigError(
-                f"parameters {seen[key]!r} and {name!r} are different objects over the same memory; tie them by assigning "
-                "the same Parameter object to both"
+                f"parameters {last_name!r} and {name!r} are different objects over the same memory; tie them by "
+                "assigning the same Parameter object to both"
             )
-        seen[key] = name
+        if end > last_end:
+            last_end, last_name = end, name

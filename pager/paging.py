@@ -11,11 +11,12 @@ Coming out: parameters are ordinary CPU tensors over their homes, which costs no
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from pager.address_space import Segment, span_elements
 from pager.engine.engine import Engine
@@ -24,7 +25,7 @@ from pager.mmu import values
 from pager.mmu.binding import Binding, NoTorchFunction
 from pager.mmu.mmu import Mmu
 from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor, unpage_tensor
-from pager.model_checks import Parameters
+from pager.model_checks import MANAGED_SMALL, Parameters
 from pager.page_table import Home, PageTable
 from pager.tiers.host_arena import HostArena
 
@@ -70,6 +71,7 @@ class PagedModel:
         self.small = [param for _, param in parameters.small]
         self._move_buffers(self._device)
         for _, param in parameters.small:
+            MANAGED_SMALL[param] = True
             _move(param, self._device)
         meta = {id(param) for _, param in parameters.paged + parameters.small if param.device.type == "meta"}
         if meta or any(b.device.type == "meta" for b in self.model.buffers()):
@@ -130,6 +132,7 @@ class PagedModel:
         """Manage a parameter that came into the model after ``manage()``."""
         if span_elements(param.size(), param.stride()) * param.element_size() < self._page_size:
             _move(param, self._device)
+            MANAGED_SMALL[param] = True
             self.small.append(param)
             return
         unique = name
@@ -174,6 +177,11 @@ class PagedModel:
         for param in self.small:
             _move(param, self._device)
         self._move_buffers(self._device)
+
+    def holds_small(self, module: nn.Module) -> bool:
+        """Whether a parameter of ``module`` is one of ours that stays ordinary, always on the device."""
+        small = {id(param) for param in self.small}
+        return any(id(param) in small for param in module.parameters())
 
     def find_new(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters of the model that are not managed."""
@@ -256,8 +264,24 @@ class PagedModel:
             self._take_out_parameter(binding)
         cpu = torch.device("cpu")
         for param in self.small:
+            MANAGED_SMALL.pop(param, None)
             _move(param, cpu)
         self._move_buffers(cpu)
+
+    def put_back(self, places: Mapping[str, torch.device], optimizers: Sequence[Optimizer]) -> None:
+        """After a failed `manage`: ordinary tensors, by name, and optimizer states to the devices they came from."""
+        for name, param in self.model.named_parameters():
+            _move(param, places[name])
+        for path, module in self.model.named_modules():
+            for key, buffer in module._buffers.items():
+                device = places.get(f"{path}.{key}" if path else key)
+                if buffer is not None and device is not None and device.type != "meta":
+                    module._buffers[key] = buffer.to(device)
+        for optimizer in optimizers:
+            for param, state in optimizer.state.items():
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        state[key] = value.to(param.device)
 
     def _take_out_parameter(self, binding: Binding) -> None:
         data = values.cpu_tensor(self._mmu, binding, alias=True)
@@ -279,7 +303,7 @@ class PagedModel:
 
 def _move(param: nn.Parameter, device: torch.device) -> None:
     """Move an ordinary parameter, and its gradient, in place."""
-    if param.device.type == "meta":
+    if "meta" in (param.device.type, device.type):
         return
     with NoTorchFunction():
         param.data = param.data.to(device)

@@ -7,8 +7,9 @@ never exists twice.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,7 @@ from pager.mmu.parameter import PagedParameter
 from pager.model_checks import Parameters, sort_parameters
 from pager.optim import stand_in
 from pager.optim.adopted import AdoptedOptimizer
+from pager.optim.probe import check_optimizers
 from pager.page_table import Home, PageTable
 from pager.paging import PagedModel
 from pager.planning import Planner
@@ -56,7 +58,7 @@ _ASSUMED_STATES = 2
 class Runtime:
     """The runtime of one managed model."""
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
+    def __init__(self, model: nn.Module, config: Config, optimizers: Sequence[Optimizer] = ()) -> None:
         self.model = model
         self.config = config
         self.closed = False
@@ -72,7 +74,12 @@ class Runtime:
             skip_wait=config.checks.skip_wait,
         )
         try:
-            self._build(parameters)
+            names = {id(param): name for name, param in parameters.paged}
+            check_optimizers(optimizers, names, self.device.torch_device)
+            with contextlib.ExitStack() as undo:
+                self._build(parameters, undo)
+                undo.pop_all()
+            self._take_in(parameters, optimizers)
         except BaseException:
             self.device.close()
             raise
@@ -80,10 +87,12 @@ class Runtime:
     # -- building
     # ------------------------------------------------------------------------------------------------------------
 
-    def _build(self, parameters: Parameters) -> None:
+    def _build(self, parameters: Parameters, undo: contextlib.ExitStack) -> None:
+        """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail on the way."""
         config = self.config
         page_size = config.page_bytes
         self.budget = DeviceBudget(self.device, config, small_bytes=_small_bytes(parameters, self.model))
+        undo.callback(self.budget.close)
         self.space = AddressSpace(page_size)
         self.table = PageTable()
         wanted = _wanted(parameters)
@@ -91,10 +100,13 @@ class Runtime:
         self._check_arena(wanted, arena_bytes)
         host_bytes, self.host_budget_bytes = self._host_room(parameters)
         self.host = HostArena(page_size, self.device, max(host_bytes, 0))
+        undo.callback(self.host.close)
         self.homes = Homes(self.space, self.table, self.host, None, page_size)
         disk_bytes = self._disk_room()
         self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=max(host_bytes, 0), disk_bytes=disk_bytes)
         self.disk = self._open_disk(self.homes.disk_bytes_planned(wanted))
+        if self.disk is not None:
+            undo.callback(self.disk.close)
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )
@@ -118,14 +130,24 @@ class Runtime:
             paged=self.paged,
             slab_frames=self._slab_frames,
         )
+
+    def _take_in(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
+        """The model's and the optimizers' tensors go into pages. On failure they are as before, where they were."""
+        places = [
+            (name, tensor.device)
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
+        ]
         try:
             self.paged.take_in_model(parameters)
             self._capture_example()
+            stand_in.watch(self.mmu, self.adopt)
+            for optimizer in optimizers:
+                self.adopt(optimizer)
         except BaseException:
             self._take_back()
+            self.paged.put_back(dict(places), optimizers)
             raise
-        stand_in.watch(self.mmu, self.adopt)
-        report = self.homes.report(wanted)
+        report = self.homes.report(_wanted(parameters))
         logger.info(
             "managing %s: %s on the device, %s in host memory, %s on disk; device budget %s, of it %s for pages; "
             "eviction %s; plan %s",

@@ -15,7 +15,7 @@ from pager.mmu import values
 from pager.mmu.binding import Binding
 from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor
 from pager.optim import state_dict
-from pager.optim.probe import Cut, ProbeResult, probe
+from pager.optim.probe import ProbeResult, admit, probe_key
 from pager.optim.update import Update
 
 if TYPE_CHECKING:
@@ -123,26 +123,11 @@ class AdoptedOptimizer:
 
     def probed(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
         """How this optimizer may be cut with these group values. Raises ConfigError for coupled ones."""
-        options = {k: v for k, v in group.items() if isinstance(v, (bool, str, type(None)))}
-        key = (binding.segment.dtype, tuple(sorted(options.items(), key=lambda item: item[0])))
+        key = probe_key(group, binding.segment.dtype)
         found = self._probed.get(key)
         if found is None:
-            plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            state = self.optimizer.state.get(binding.tensor, {})
-            found = probe(
-                self.optimizer,
-                plain,
-                binding.segment.dtype,
-                self.engine.device.torch_device,
-                state,
-                binding.segment.size,
-            )
-            if found.cut is Cut.COUPLED:
-                raise ConfigError(
-                    f"{type(self.optimizer).__name__} cannot be managed: stepping tensors one at a time gives other bits than "
-                    "all together (it couples tensors, or draws random numbers), so it cannot run in pieces. Use an "
-                    "optimizer that treats each tensor by itself."
-                )
+            device = self.engine.device.torch_device
+            found = admit(self.optimizer, group, binding.tensor, binding.segment.dtype, device)
             self._probed[key] = found
         return found
 

@@ -31,6 +31,9 @@ from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes
 _SHAPES = ((48, 64), (7, 5), (210, 330))
 _SLICE_ELEMENTS = 16384
 _NUM_STEPS = 3
+# Updates of parameters around 1 by less than this could be lost in rounding.
+_LEAST_LR = 1e-3
+_USABLE_LR = 1e-2
 
 
 class Cut(enum.Enum):
@@ -65,7 +68,9 @@ def probe(
     """
     attributes = snapshot_attributes(optimizer)
     step = raw_step(optimizer)
-    runner = _Runner(type(optimizer), attributes, group, step, dtype, device, example_state, example_size)
+    runner = _Runner(
+        type(optimizer), attributes, _with_usable_lr(group), step, dtype, device, example_state, example_size
+    )
     try:
         whole, state_dtypes = runner.run([list(range(len(_SHAPES)))], sliced=False)
     except Exception as error:
@@ -80,6 +85,76 @@ def probe(
     if half_on_cpu or not _slices_agree(runner, whole):
         return ProbeResult(cut=Cut.WHOLE_TENSOR, state_dtypes=state_dtypes)
     return ProbeResult(cut=Cut.SLICEABLE, state_dtypes=state_dtypes)
+
+
+def probe_key(group: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    """What a probe's result depends on: switches as they are, numbers only in being zero or not (a schedule moves them)."""
+    options: list[tuple[str, Any]] = []
+    for name, value in group.items():
+        if isinstance(value, (bool, str, type(None))):
+            options.append((name, value))
+        elif isinstance(value, (int, float)):
+            options.append((name, value != 0))
+    return dtype, tuple(sorted(options, key=lambda option: option[0]))
+
+
+def admit(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ProbeResult:
+    """How ``optimizer`` may be cut with the values of ``group``, for one parameter of the group.
+
+    Raises ConfigError for an optimizer that cannot be managed.
+    """
+    plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    found = probe(optimizer, plain, dtype, device, optimizer.state.get(param, {}), param.shape)
+    if found.cut is Cut.COUPLED:
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot be managed: stepping tensors one at a time gives other bits than all "
+            "together (it couples tensors, or draws random numbers), so it cannot run in pieces. Use an optimizer "
+            "that treats each tensor by itself."
+        )
+    return found
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], device: torch.device) -> None:
+    """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be paged, by id.
+
+    Raises ConfigError for coupled optimizers and for two that hold the same parameter.
+    """
+    taken: set[int] = set()
+    for optimizer in optimizers:
+        probed: set[tuple[Any, ...]] = set()
+        own: set[int] = set()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in names:
+                    continue
+                if id(param) in taken:
+                    raise ConfigError(
+                        f"two optimizers hold {names[id(param)]}; several optimizers over one managed model must have "
+                        "disjoint parameters. Delete the old one first."
+                    )
+                own.add(id(param))
+                key = probe_key(group, param.dtype)
+                if key not in probed:
+                    probed.add(key)
+                    admit(optimizer, group, param, param.dtype, device)
+        taken |= own
+
+
+def _with_usable_lr(group: Mapping[str, Any]) -> dict[str, Any]:
+    """``group`` with a learning rate that shows: a warm-up begins at zero, where every optimizer does the same."""
+    usable = dict(group)
+    lr = usable.get("lr")
+    if isinstance(lr, torch.Tensor):
+        usable["lr"] = lr.clone() if abs(float(lr)) >= _LEAST_LR else torch.full_like(lr, _USABLE_LR)
+    elif isinstance(lr, (int, float)) and abs(lr) < _LEAST_LR:
+        usable["lr"] = _USABLE_LR
+    return usable
 
 
 def _slices_agree(runner: _Runner, whole: list[torch.Tensor]) -> bool:
