@@ -21,7 +21,7 @@ from pager.device.base import make_device
 from pager.device_budget import DeviceBudget
 from pager.engine.engine import Engine
 from pager.engine.pagerd import Pagerd
-from pager.engine.transfer import EXTENT_BYTES, Transfers
+from pager.engine.transfer import Transfers
 from pager.errors import BudgetError, ConfigError, PagerClosed
 from pager.homes import Homes, Wanted
 from pager.host_limit import host_limit_bytes, process_bytes
@@ -33,7 +33,7 @@ from pager.mmu.mmu import Mmu
 from pager.mmu.parameter import PagedParameter
 from pager.model_checks import Parameters, sort_parameters
 from pager.optim import stand_in
-from pager.optim.adopted import AdoptedOptimizer
+from pager.optim.adopted import UNIT_BYTES, AdoptedOptimizer
 from pager.optim.probe import check_optimizers
 from pager.page_table import Home, PageTable
 from pager.paging import PagedModel
@@ -297,7 +297,7 @@ class Runtime:
         largest = max((b.segment.num_bytes for b in self.paged.bindings.values()), default=0)
         # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the
         # update.
-        target = self.budget.arena_bytes(activations + 2 * largest + 4 * EXTENT_BYTES)
+        target = self.budget.arena_bytes(activations + 2 * largest + 4 * UNIT_BYTES)
         while (
             self._slab_frames
             and self.arena.capacity_bytes + self._slab_frames * self.arena.page_size <= target

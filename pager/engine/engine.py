@@ -31,10 +31,11 @@ from pager.device.base import Region
 from pager.engine.reclaim import Reclaimer
 from pager.engine.run import Run
 from pager.engine.timeline import Timeline
+from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import BudgetError, PagerInternalError
 from pager.page_table import Home, PageState
 from pager.tiers.device_arena import merge_fence
-from pager.units import format_bytes
+from pager.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
     from pager.address_space import AddressSpace, Segment
@@ -79,6 +80,9 @@ class Engine:
         self.failure: BaseException | None = None
         self.demand = 0
         self.moves = 0
+        # Up to this position of the timeline pagerd has seen to it that pages are there; evictions move it back.
+        self.horizon = 0
+        self.num_prefetched_extents = 0
         self.on_access: Callable[[], None] = _nothing
         self._poison = poison
         self._runs: dict[int, list[Run]] = {}
@@ -128,6 +132,8 @@ class Engine:
             fence = self._poison_frames(frame, num_pages, fence)
         self.arena.free(frame, fence)
         self._evicted_once.add(run.segment.index)
+        self._no_longer_prefetched(run)
+        self.horizon = min(self.horizon, self.timeline.next_use(run.segment.index))
         self.policy.record_evict(np.array([run.segment.index], np.int64))
         self.counters.sample_resident(self.arena.resident_bytes)
         self.changed.notify_all()
@@ -230,9 +236,14 @@ class Engine:
                 self.counters.prefetch_late += int(run.prefetched)
             else:
                 self.counters.hits += 1
-        run.prefetched = False
+        self._no_longer_prefetched(run)
         if arriving:
             self.table.end_page_in(run.begin, run.end, success=True)
+
+    def _no_longer_prefetched(self, run: Run) -> None:
+        if run.prefetched:
+            run.prefetched = False
+            self.num_prefetched_extents -= ceil_div(run.num_bytes, EXTENT_BYTES)
 
     def _withdraw(self, segment: Segment, others: list[Run]) -> None:
         """The pages stand in pieces, or only some are there: send all home, so that they can come in one run."""
@@ -288,7 +299,9 @@ class Engine:
             with self.lock:
                 self.moves -= 1
                 run.issued = True
-                run.prefetched = done and not demand
+                if done and not demand:
+                    run.prefetched = True
+                    self.num_prefetched_extents += ceil_div(run.num_bytes, EXTENT_BYTES)
                 if done and demand:
                     # Pinned before anybody can see it: what is to be overwritten must not be written back.
                     self._pin(run)
@@ -367,8 +380,10 @@ class Engine:
                 self._record_uses(run)
             for run in released:
                 self._unpin(run)
-                if run.orphan and not run.pins:
-                    self.forget_run(run)
+                if not run.pins:
+                    run.escaped = False
+                    if run.orphan:
+                        self.forget_run(run)
             self.changed.notify_all()
 
     def _note_write(self, run: Run) -> None:
@@ -376,6 +391,11 @@ class Engine:
         if version != run.version or run.escaped:
             run.version = version
             self.mark_dirty(run)
+
+    def _note_writes(self, runs: list[Run]) -> None:
+        for run in runs:
+            if run.issued:
+                self._note_write(run)
 
     def _record_uses(self, run: Run) -> None:
         dirty = run.orphan or int(self.table.state[run.begin]) == PageState.DIRTY
@@ -505,10 +525,16 @@ class Engine:
         self.drain()
         with self.lock:
             runs = [run for segment in segments for run in self._runs[segment.index]]
-            for run in runs:
-                if run.issued:
-                    self._note_write(run)
+            self._note_writes(runs)
         self.reclaimer.write_back(runs)
+
+    def is_dirty(self, segment: Segment) -> bool:
+        """Whether the device may be newer than the home, also by a write under a lease that is still alive."""
+        self.drain()
+        with self.lock:
+            self._note_writes(self._runs[segment.index])
+            states = self.table.state[segment.first_page : segment.last_page]
+            return bool(np.isin(states, (PageState.DIRTY, PageState.LEAVING)).any())
 
     def evict_segments(self, segments: Sequence[Segment]) -> None:
         """Send these segments home and free their frames, except what is wired or in use."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pager.engine.pagerd")
 
-# How far the trace is searched for absent pages; enough for 64 extents between resident ones.
+# How far ahead of the compute pages are brought; enough for 64 extents between resident ones.
 ROWS_AHEAD = 128
 
 
@@ -77,51 +77,65 @@ class Pagerd:
         policy = self._policy
         if policy is None:
             return
-        engine = self._engine
-        with engine.lock:
-            wanted = [item for item in engine.timeline.upcoming(ROWS_AHEAD) if not item.overwrite]
-            rows, issued = self._absent(wanted)
-        if not rows:
-            return
-        extents = [ceil_div(row.num_pages * engine.arena.page_size, EXTENT_BYTES) for row in rows]
-        owner = np.repeat(np.arange(len(rows)), extents)
-        chosen = policy.select(
-            np.full(len(owner), EXTENT_BYTES, np.int64),
-            np.zeros(len(owner)),
-            np.repeat(np.array(issued, bool), extents),
-            self.bandwidth_bytes_per_second,
-        )
-        for index in dict.fromkeys(owner[chosen].tolist()):
-            row = rows[index]
-            segment = engine.space.segments[row.segment]
-            if self._closed or not engine.prefetch(
-                segment, row.first_page, row.num_pages, ticks_ahead=row.rows_ahead
-            ):
+        while not self._closed:
+            with self._engine.lock:
+                issued = self._engine.num_prefetched_extents
+                rows = self._next_absent(self.distance - issued)
+            if not rows:
+                return
+            extents = [self._num_extents(row) for row in rows]
+            owner = np.repeat(np.arange(len(rows)), extents)
+            flags = np.zeros(issued + len(owner), bool)
+            flags[:issued] = True
+            chosen = policy.select(
+                np.full(len(flags), EXTENT_BYTES, np.int64),
+                np.zeros(len(flags)),
+                flags,
+                self.bandwidth_bytes_per_second,
+            )
+            wanted = dict.fromkeys(owner[chosen - issued].tolist())
+            if not wanted or not all(self._issue(rows[index]) for index in wanted):
                 return
 
-    def _absent(self, wanted: list[Upcoming]) -> tuple[list[Upcoming], list[bool]]:
-        """Of the upcoming accesses those whose pages are not there for good: absent, or brought and not used yet."""
+    def _issue(self, row: Upcoming) -> bool:
         engine = self._engine
+        segment = engine.space.segments[row.segment]
+        if engine.prefetch(segment, row.first_page, row.num_pages, ticks_ahead=row.rows_ahead):
+            return True
+        with engine.lock:
+            # No room for it yet: look at it again next time.
+            engine.horizon = min(engine.horizon, engine.timeline.position + row.rows_ahead)
+        return False
+
+    def _num_extents(self, row: Upcoming) -> int:
+        return ceil_div(row.num_pages * self._engine.arena.page_size, EXTENT_BYTES)
+
+    def _next_absent(self, num_extents: int) -> list[Upcoming]:
+        """The next expected accesses beyond the horizon whose pages are absent, up to that many extents (locked).
+
+        Everything before the horizon is on the device or on its way; an eviction moves the horizon back.
+        """
+        engine = self._engine
+        timeline = engine.timeline
+        engine.horizon = max(engine.horizon, timeline.position)
         rows: list[Upcoming] = []
-        issued: list[bool] = []
-        seen: set[tuple[int, int]] = set()
-        limit = 2 * self.distance
-        for item in wanted:
-            if (item.segment, item.first_page) in seen:
-                continue
-            seen.add((item.segment, item.first_page))
-            segment = engine.space.segments[item.segment]
-            runs = engine.runs_over(segment, item.first_page, item.num_pages)
-            if runs and not runs[0].prefetched:
-                continue
-            begin = segment.first_page + item.first_page
-            if not runs and not engine.table.has_value(begin, begin + item.num_pages):
-                continue
-            rows.append(item)
-            issued.append(bool(runs))
-            if len(rows) >= limit:
+        last = timeline.position + ROWS_AHEAD
+        while num_extents > 0 and engine.horizon < last:
+            row = timeline.expected(engine.horizon)
+            if row is None:
                 break
-        return rows, issued
+            engine.horizon += 1
+            if row.overwrite:
+                continue
+            segment = engine.space.segments[row.segment]
+            if engine.runs_over(segment, row.first_page, row.num_pages):
+                continue
+            begin = segment.first_page + row.first_page
+            if not engine.table.has_value(begin, begin + row.num_pages):
+                continue
+            rows.append(row)
+            num_extents -= self._num_extents(row)
+        return rows
 
     # -- the thread
     # --------------------------------------------------------------------------------------------------------

@@ -132,6 +132,5 @@ class Reclaimer:
     def _leave(self, run: Run) -> None:
         engine = self._engine
         engine.table.evict(run.begin, run.end)
-        if run.prefetched:
-            engine.counters.prefetch_unused += 1
+        engine.counters.prefetch_unused += int(run.prefetched)
         engine.forget_run(run)

@@ -27,7 +27,7 @@ class Run:
         compute stream itself writes them.
     waited: indices of the streams that already waited for ``ready`` (or ``fence``).
     users: streams that use the run now; uses: per stream the event after which the last use is over.
-    escaped: a raw pointer or an uncounted alias was given out, so any use may have written.
+    escaped: a raw pointer or an uncounted alias is about, so any use may have written; until nobody uses the run.
     orphan: the segment has dropped this value; the frames go when the last lease does.
     version: the tensor's version counter when device and home were last known to agree, or a write was last
         noted.

@@ -54,10 +54,15 @@ class Timeline:
         self._now = 0
         self._update_row = 0
         self._base: AccessTrace | None = None
+        self._restarts = 0
         self._seen_micro_batches = 0
         self._step_deviations = 0
         self._bad_steps = 0
+        # The trace's columns as lists: single items of numpy arrays cost ten times as much.
         self._segments: list[int] = []
+        self._first_pages: list[int] = []
+        self._num_pages: list[int] = []
+        self._phases: list[int] = []
 
     # -- the trace
     # -----------------------------------------------------------------------------------------------------
@@ -76,6 +81,9 @@ class Timeline:
         whole = trace.repeat_micro_batches(micro_batches)
         self.trace = whole
         self._segments = whole.segment.tolist()
+        self._first_pages = whole.first_page.tolist()
+        self._num_pages = whole.num_pages.tolist()
+        self._phases = whole.phase.tolist()
         self._next = whole.next_access()
         self._update_row = len(whole) - whole.num_update_rows
         self._seek(0)
@@ -100,8 +108,6 @@ class Timeline:
 
     def access(self, segment: int, first_page: int, num_pages: int, *, write: bool, phase: int) -> None:
         """One access happened; move on and note it in the recording."""
-        if phase == Phase.FORWARD and self._seen_micro_batches == 0:
-            self._seen_micro_batches = 1
         self.recorded.append(AccessRow(max(self._tick, 0), segment, first_page, num_pages, write, phase))
         self._now += 1
         self._last_use[segment] = self._now
@@ -122,6 +128,7 @@ class Timeline:
     def _find_again(self, row: int, segment: int, phase: int) -> None:
         if phase == Phase.FORWARD and segment == self._segments[0] and row != 0:
             # Another micro-batch, or a forward whose backward never came.
+            self._restarts += 1
             self._seek(0)
             self._advance(0, segment)
             return
@@ -132,22 +139,19 @@ class Timeline:
             found = self._segments.index(segment, row + 1, end)
         except ValueError:
             return
-        assert self.trace is not None
-        if int(self.trace.phase[found]) == phase:
+        if self._phases[found] == phase:
             self._seek(found)
             self._advance(found, segment)
 
-    def begin_micro_batch(self) -> None:
-        """A backward pass ended: what follows is another forward, or the update."""
-        self._seen_micro_batches += 1
-
     def begin_update(self) -> None:
-        """The optimizer step begins."""
-        if (
-            self.trace is not None
-            and self.trace.num_update_rows
-            and self.position % len(self.trace) != self._update_row
-        ):
+        """The optimizer step begins: skip to the update's part, and see how many micro-batches came before it."""
+        if self.trace is None:
+            return
+        row = self.position % len(self.trace) if len(self.trace) else 0
+        one = self._update_row // self.micro_batches
+        done = min(max(round(row / one), 1), self.micro_batches) if one else 1
+        self._seen_micro_batches = self._restarts * self.micro_batches + done
+        if self.trace.num_update_rows and row != self._update_row:
             self._seek(self._update_row)
 
     def end_step(self) -> bool:
@@ -160,9 +164,12 @@ class Timeline:
             if self.position % len(self.trace) == 0:
                 self._seek(0)
         self._step_deviations = 0
-        self._seen_micro_batches = 0
+        self._restarts = 0
+        seen, self._seen_micro_batches = self._seen_micro_batches, 0
         if renew:
             self._bad_steps = 0
+        elif self._base is not None and seen and seen != self.micro_batches:
+            self.follow(self._base, seen)
         return renew
 
     def take_recording(self) -> list[AccessRow]:
@@ -174,27 +181,26 @@ class Timeline:
     # -- the future
     # ------------------------------------------------------------------------------------------------------
 
+    def next_use(self, segment: int) -> int:
+        """The absolute position of a segment's next expected use."""
+        return int(self._next_use[segment])
+
     def ticks_until_use(self, segments: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows until each segment's next use. Without a trace: the longer unused, the farther (LRU's guess)."""
         if self.trace is None:
             return self._now + 1 - self._last_use[segments]
         return np.maximum(self._next_use[segments] - self.position, 0)
 
-    def upcoming(self, num_rows: int) -> list[Upcoming]:
-        """The next ``num_rows`` accesses the trace expects, wrapping into the next step."""
+    def expected(self, position: int) -> Upcoming | None:
+        """The access expected at an absolute ``position`` at or after the present one, None without a trace."""
         trace = self.trace
-        if trace is None or not len(trace):
-            return []
-        length = len(trace)
-        row = self.position % length
-        rows = [(row + ahead) % length for ahead in range(min(num_rows, length))]
-        return [
-            Upcoming(
-                self._segments[index],
-                int(trace.first_page[index]),
-                int(trace.num_pages[index]),
-                int(trace.phase[index]) == Phase.GRADIENT,
-                ahead,
-            )
-            for ahead, index in enumerate(rows)
-        ]
+        if trace is None or not self._segments:
+            return None
+        row = position % len(self._segments)
+        return Upcoming(
+            self._segments[row],
+            self._first_pages[row],
+            self._num_pages[row],
+            self._phases[row] == Phase.GRADIENT,
+            position - self.position,
+        )

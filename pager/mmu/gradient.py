@@ -77,7 +77,7 @@ class Gradients:
             )
         engine = self._mmu.engine
         overwrite = not engine.has_value(slot.segment)
-        run, view = self._mmu.fault(
+        _, view = self._mmu.fault(
             slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}"
         )
         with torch.no_grad():
@@ -86,7 +86,6 @@ class Gradients:
             else:
                 view.add_(grad)
         slot.bump_version()
-        engine.mark_dirty(run)
 
     def take_from_graph(self, binding: Binding) -> None:
         """At the optimizer step: a gradient that still is part of a graph is taken without it."""

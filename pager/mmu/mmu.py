@@ -142,7 +142,7 @@ class Mmu:
         self._check_open()
         if self.aliases:
             self.aliases.settle([binding])
-        self.note([binding], phase, write=overwrite)
+        self.note([binding], phase, write=overwrite or phase == Phase.GRADIENT)
         segment = binding.segment
         run = self.engine.acquire_all([(segment, 0, segment.num_pages, overwrite)], what)[0]
         with _ordinary_tensors():
@@ -174,7 +174,6 @@ class Mmu:
         self._check_values([binding], "an access")
         run, tensor = self.fault(binding, current_phase())
         run.escaped = True
-        self.engine.mark_dirty(run)
         return tensor
 
     def ordinary_copy(self, binding: Binding) -> torch.Tensor:

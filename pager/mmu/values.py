@@ -16,7 +16,7 @@ import torch
 
 from pager.graph.access_trace import Phase
 from pager.mmu.binding import NoTorchFunction, strided_view
-from pager.page_table import Home, PageState
+from pager.page_table import Home
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +52,7 @@ class HomeAliases:
         if not written and len(alive) == len(refs):
             return
         engine = self._mmu.engine
-        state = int(engine.table.state[binding.segment.first_page])
-        if state == PageState.DIRTY:
+        if engine.is_dirty(binding.segment):
             if written:
                 raise RuntimeError(
                     f"{binding.name}: a tensor from state_dict() was written to after the parameter itself had changed; "
@@ -61,6 +60,11 @@ class HomeAliases:
                 )
         else:
             engine.evict_segments([binding.segment])
+            if written and engine.runs_of(binding.segment):
+                raise RuntimeError(
+                    f"{binding.name}: a tensor from state_dict() was written to while views of the parameter are alive, "
+                    "which would not see it; drop them, or change the parameter itself under torch.no_grad()"
+                )
         # Tensors written to stay watched: they may be written to again, and a fresh alias counts from zero.
         rest = [weakref.ref(tensor) for tensor in alive if not tensor._version]
         if rest or written:
@@ -146,10 +150,9 @@ def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
         mmu.finish_pending()
     if not can_store(mmu, binding) and engine.has_value(segment):
         with torch.no_grad():
-            run, view = mmu.fault(binding, Phase.FORWARD, what=f"storing {segment.name}")
+            _, view = mmu.fault(binding, Phase.FORWARD, what=f"storing {segment.name}")
             view.copy_(source)
         binding.bump_version()
-        engine.mark_dirty(run)
         return
     if engine.has_value(segment):
         engine.discard(segment)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import ConfigError, PagerInternalError
 from pager.mmu import values
 from pager.mmu.binding import Binding
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 # A unit of the update may fill this share of the arena, so that the next ones can arrive while it is
 # computed.
 _UNIT_SHARE = 4
+# Bytes of parameter in a unit: large, since each costs the host about a millisecond; small against any arena that needs units.
+UNIT_BYTES = 64 * 2**20
 # A parameter up to this share is brought in whole for its update, and is then there for the next forward.
 _WHOLE_SHARE = 3
 
@@ -137,7 +138,7 @@ class AdoptedOptimizer:
         sizes = [segment.dtype.itemsize] * 2 + [dtype.itemsize for dtype in probed.state_dtypes.values()]
         align = segment.page_size // min(sizes)
         room = self.engine.arena.capacity_bytes // _UNIT_SHARE // sum(sizes)
-        wanted = min(room, EXTENT_BYTES // segment.dtype.itemsize)
+        wanted = min(room, UNIT_BYTES // segment.dtype.itemsize)
         return max(wanted // align, 1) * align
 
     def keeps_whole(self, segment: Segment) -> bool:
@@ -184,15 +185,17 @@ class AdoptedOptimizer:
         return state.tensor
 
     def _page_existing_state(self) -> None:
-        for binding in self.bindings():
-            state = self.optimizer.state.get(binding.tensor)
-            if not state:
-                continue
-            for key, value in state.items():
-                if self.is_param_shaped(binding, value) and type(value) is not PagedTensor:
-                    state[key] = self.page_state(binding, key, value, value.dtype)
-                elif isinstance(value, torch.Tensor) and value.dim() > 0:
-                    state[key] = value.to(self.engine.device.torch_device)
+        device = self.engine.device.torch_device
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                binding = self.binding_of(param)
+                for key, value in self.optimizer.state.get(param, {}).items():
+                    if binding is not None and self.is_param_shaped(binding, value):
+                        if type(value) is not PagedTensor:
+                            self.optimizer.state[param][key] = self.page_state(binding, key, value, value.dtype)
+                    elif isinstance(value, torch.Tensor) and value.dim() > 0:
+                        # Scalars such as Adam's step stay where the optimizer put them.
+                        self.optimizer.state[param][key] = value.to(device)
 
     # -- a step
     # ------------------------------------------------------------------------------------------------------------

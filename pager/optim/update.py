@@ -270,7 +270,6 @@ class _PagedUnit:
         result, new_state = self.staged
         views[0].copy_(result)
         binding.bump_version()
-        engine.mark_dirty(runs[0])
         for key, value in new_state.items():
             if not isinstance(value, torch.Tensor) or value.shape != result.shape or value.dim() == 0:
                 continue
@@ -282,7 +281,7 @@ class _PagedUnit:
                 run = engine.acquire_all([wanted], f"the update of {binding.name}")[0]
                 view = self._view(engine.lease(run), run, state.segment)
             view.copy_(value)
-            engine.mark_dirty(run)
+            engine.mark_dirty(run)  # states have no version: nobody saves them for backward
 
     def _done(self, update: Update) -> None:
         """Count the unit; with the last one the parameter's state dict becomes the new one."""
