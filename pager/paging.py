@@ -71,11 +71,12 @@ class PagedModel:
         self.small = [param for _, param in parameters.small]
         self._move_buffers(self._device)
         for _, param in parameters.small:
-            MANAGED_SMALL[param] = True
             _move(param, self._device)
         meta = {id(param) for _, param in parameters.paged + parameters.small if param.device.type == "meta"}
         if meta or any(b.device.type == "meta" for b in self.model.buffers()):
             self._initialise(parameters)
+        for param in self.small:
+            MANAGED_SMALL[param] = True  # a weak reference, which swapping a meta tensor would not survive
         self._take_in_batches([(name, p) for name, p in parameters.paged if type(p) is not PagedParameter])
         trainable = [b for b in self.bindings.values() if b.tensor.requires_grad]
         self._homes.reserve_host([b.segment.num_bytes for b in trainable])
