@@ -128,7 +128,7 @@ def run_managed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def child(args: argparse.Namespace) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     sampler = Sampler()
     sampler.start()
     result = run_plain(args) if args.child == "plain" else run_managed(args)

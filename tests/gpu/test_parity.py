@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,10 +37,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
     """Some CUDA backwards differ from themselves; parity is a question only where they do not."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with contextlib.ExitStack():
-        yield
+    torch.use_deterministic_algorithms(True)
+    yield
     torch.use_deterministic_algorithms(False)
+
+
+def on_gpu(case: models.Case, step: int) -> Any:
+    """A batch on the GPU, floating tensors in the model's dtype."""
+    dtype = next(p.dtype for p in case.model.parameters())
+    move = lambda t: t.to("cuda", dtype if t.is_floating_point() else None)  # noqa: E731
+    return tree_map_only(torch.Tensor, move, case.make_batch(step))
 
 
 def train(case: models.Case, optimizer: torch.optim.Optimizer, mode: str) -> list[list[torch.Tensor]]:
@@ -51,7 +56,7 @@ def train(case: models.Case, optimizer: torch.optim.Optimizer, mode: str) -> lis
     for step in range(NUM_STEPS):
         losses = []
         for micro in range(3 if mode == "accumulate" else 1):
-            batch = tree_map_only(torch.Tensor, lambda t: t.cuda(), case.make_batch(step * 3 + micro))
+            batch = on_gpu(case, step * 3 + micro)
             with torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"):
                 loss = case.loss(case.model(*batch[0], **batch[1]), batch)
             loss.backward()
@@ -189,7 +194,7 @@ def test_steady_state_allocates_nothing() -> None:
     pager.manage(case.model, optimizer, device="cuda", page_size=PAGE, checks=Checks(arena_bytes=arena))
     sizes = []
     for step in range(30):
-        batch = tree_map_only(torch.Tensor, lambda t: t.cuda(), case.make_batch(step))
+        batch = on_gpu(case, step)
         case.loss(case.model(*batch[0]), batch).backward()
         optimizer.step()
         optimizer.zero_grad()
