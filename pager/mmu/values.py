@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pager.graph.access_trace import Phase
 from pager.mmu.binding import NoTorchFunction, strided_view
 from pager.page_table import Home
 
@@ -143,17 +142,14 @@ def can_store(mmu: Mmu, binding: Binding) -> bool:
 
 
 def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
-    """Give the tensor the values of ``source``, an ordinary tensor of its size and dtype."""
+    """Give the tensor the values of ``source``, an ordinary tensor of its size and dtype.
+
+    Views of the old value keep it: where a write through the tensor itself is meant, see :func:`can_store`.
+    """
     segment = binding.segment
     engine = mmu.engine
     if mmu.finish_pending is not None:
         mmu.finish_pending()
-    if not can_store(mmu, binding) and engine.has_value(segment):
-        with torch.no_grad():
-            _, view = mmu.fault(binding, Phase.FORWARD, what=f"storing {segment.name}")
-            view.copy_(source)
-        binding.bump_version()
-        return
     if engine.has_value(segment):
         engine.discard(segment)
     engine.store(segment, storage_bytes(source, segment.size, segment.stride, segment.num_bytes))

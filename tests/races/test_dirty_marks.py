@@ -1,0 +1,165 @@
+"""Control tests of the dirty marks: each place that says "this was written to" is left out once, and a write is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pager
+from pager.engine.engine import Engine
+from pager.mmu.binding import Binding
+from pager.page_table import PageTable
+from tests.engine_rig import PAGE, make_filled
+from tests.races.scenarios import (
+    WrongBytes,
+    check_bytes,
+    check_tensors,
+    make_managed_layer,
+    train_over_host,
+)
+from tests.races.sites import current_site, find_sites, skip_only
+
+MARKS = {**find_sites("mark_dirty"), **find_sites("bump_version")}
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, site: str) -> None:
+    """Marks made at this site do nothing."""
+    for owner, name in ((Engine, "mark_dirty"), (PageTable, "mark_dirty"), (Binding, "bump_version")):
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def mark(*args: Any, original: Callable[..., Any] = original) -> None:
+            if current_site(MARKS) != site:
+                original(*args)
+
+        monkeypatch.setattr(owner, name, mark)
+
+
+def send_home(model: nn.Module) -> None:
+    """Evict everything that is not in use."""
+    engine = model.pager._runtime.engine  # type: ignore[union-attr]
+    engine.evict_segments(engine.space.segments)
+
+
+def write_in_place() -> None:
+    """The version moves while a lease is held; seen when it ends."""
+    rig, values = make_filled([PAGE], arena_frames=1)
+    rig.write(0, ~values[0])
+    rig.evict(0)
+    check_bytes(rig.home_value(0), ~values[0], "written")
+    rig.close()
+
+
+def overwrite_what_is_clean() -> None:
+    """Asking for pages to overwrite them is a write, whoever counts what."""
+    rig, values = make_filled([PAGE], arena_frames=1)
+    rig.read(0)
+    _, lease = rig.lease(0, overwrite=True)
+    lease.copy_(torch.from_numpy(~values[0]))
+    del lease
+    rig.evict(0)
+    check_bytes(rig.home_value(0), ~values[0], "overwritten")
+    rig.close()
+
+
+def accumulate_a_gradient_at_home() -> None:
+    """The second gradient is added to the first, which has left the device meanwhile."""
+    layer = make_managed_layer(skip_only(None))
+    plain = nn.Linear(96, 96, bias=False)
+    for number in (1.0, 2.0):
+        for module in (layer, plain):
+            module(torch.full((1, 96), number)).sum().backward()
+        send_home(layer)
+    assert layer.weight.grad is not None
+    assert plain.weight.grad is not None
+    check_tensors([layer.weight.grad + 0], [plain.weight.grad], "gradient")
+    layer.pager.close()
+
+
+class ClipsInPlace(torch.optim.SGD):
+    """SGD that halves the gradients it is given, in place."""
+
+    def step(self, closure: Any = None) -> Any:
+        """One step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def optimizer_writes_to_the_gradient() -> None:
+    """What the optimizer leaves in ``p.grad`` is what the user finds there."""
+    grads = []
+    for managed in (True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(96, 96, bias=False)
+        optimizer = ClipsInPlace(layer.parameters(), lr=0.1)
+        if managed:
+            pager.manage(layer, optimizer, device="cpu", page_size="16KiB", device_budget="160KiB")
+        layer(torch.ones(1, 96)).sum().backward()
+        if managed:
+            send_home(layer)
+        optimizer.step()
+        if managed:
+            send_home(layer)
+        assert layer.weight.grad is not None
+        grads.append(layer.weight.grad + 0)
+        if managed:
+            layer.pager.close()
+    check_tensors(grads[:1], grads[1:], "gradient after the step")
+
+
+def train() -> None:
+    """Three steps of Adam, as plain torch takes them."""
+    train_over_host(skip_only(None), None)  # type: ignore[arg-type]
+
+
+def load_between_forward_and_backward() -> None:
+    """Torch refuses a backward through values that are gone, and so do we."""
+    layer = make_managed_layer(skip_only(None))
+    x = torch.ones(1, 96, requires_grad=True)
+    loss = layer(x).sum()
+    layer.load_state_dict({"weight": torch.randn(96, 96)})
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        raise WrongBytes("backward went through a weight that was loaded over")
+    layer.pager.close()
+
+
+CONTROLS: dict[str, Callable[[], None]] = {
+    "engine/engine.py:Engine._begin_use:mark_dirty": overwrite_what_is_clean,
+    "engine/engine.py:Engine._note_write:mark_dirty": write_in_place,
+    "engine/engine.py:Engine.mark_dirty:mark_dirty": write_in_place,
+    "mmu/gradient.py:Gradients._add:bump_version": accumulate_a_gradient_at_home,
+    "mmu/values.py:store:bump_version": load_between_forward_and_backward,
+    "optim/update.py:_PagedUnit.run:mark_dirty": optimizer_writes_to_the_gradient,
+    "optim/update.py:_PagedUnit._commit:mark_dirty": train,
+    "optim/update.py:_PagedUnit._commit:bump_version": train,
+}
+
+
+@pytest.mark.parametrize("site", sorted(MARKS.values()))
+def test_a_dirty_mark_left_out_is_noticed(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch, site)
+    with pytest.raises(WrongBytes):
+        CONTROLS[site]()
+
+
+@pytest.mark.parametrize("scenario", dict.fromkeys(CONTROLS.values()), ids=lambda scenario: scenario.__name__)
+def test_with_all_marks_no_write_is_lost(scenario: Callable[[], None]) -> None:
+    scenario()
+    assert scenario.__doc__
+
+
+def test_the_version_is_looked_at_when_a_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the note at the end of a lease, in-place writes by torch operations are lost."""
+    monkeypatch.setattr(Engine, "_note_write", lambda engine, run: None)
+    with pytest.raises(WrongBytes):
+        write_in_place()
