@@ -64,7 +64,7 @@ class Pagerd:
             if not self._paused and not getattr(self._inside, "pumping", False):
                 self._inside.pumping = True
                 try:
-                    self.pump()
+                    self._pump_or_stop()
                 finally:
                     self._inside.pumping = False
             return
@@ -149,18 +149,17 @@ class Pagerd:
                     return
                 self._pending = False
                 self._busy = True
-            try:
-                self.pump()
-            except BaseException as error:  # handed to the next fault, step or close, which raise it
-                self._engine.fail(error)
-                with self._wake:
-                    self._busy = False
-                    self._closed = True
-                    self._wake.notify_all()
-                return
+            self._pump_or_stop()
             with self._wake:
                 self._busy = False
                 self._wake.notify_all()
+
+    def _pump_or_stop(self) -> None:
+        try:
+            self.pump()
+        except BaseException as error:  # handed to the next fault, step or close, which raise it
+            self._closed = True
+            self._engine.fail(error)
 
     def pause(self) -> None:
         """Stop prefetching and wait until nothing is being issued. Nests; see :meth:`resume`."""
