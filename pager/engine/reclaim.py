@@ -53,20 +53,24 @@ class Reclaimer:
 
     def _choose(self, num_frames: int, sooner_than: int | None) -> list[Run] | None:
         engine = self._engine
-        candidates = [run for run in engine.resident_runs() if self._may_go(run)]
-        if not candidates:
-            return engine.arena.cheapest_window(num_frames, lambda run: None)
-        keys = np.unique(np.fromiter((run.segment.index for run in candidates), np.int64, len(candidates)))
-        until = engine.timeline.ticks_until_use(keys)
-        if sooner_than is not None:
-            late = until > sooner_than
-            keys, until = keys[late], until[late]
-        order = engine.policy.eviction_order(keys, until)
-        rank = {int(key): place for place, key in enumerate(order)}
-        allowed = {id(run): rank.get(run.segment.index) for run in candidates}
-        if sooner_than is not None:
-            allowed = {id(run): None if run.prefetched else allowed[id(run)] for run in candidates}
-        return engine.arena.cheapest_window(num_frames, lambda run: allowed.get(id(run)))
+        prefetching = sooner_than is not None
+        candidates: list[Run] = []
+        for run in engine.resident_runs():
+            run.rank = None
+            if self._may_go(run) and not (prefetching and run.prefetched):
+                candidates.append(run)
+        if candidates:
+            # Slices of one segment are next used together, as far as the policy is concerned.
+            keys = np.array(list(dict.fromkeys(run.segment.index for run in candidates)), np.int64)
+            until = engine.timeline.ticks_until_use(keys)
+            if sooner_than is not None:
+                late = until > sooner_than
+                keys, until = keys[late], until[late]
+            order = engine.policy.eviction_order(keys, until)
+            rank = {key: place for place, key in enumerate(order.tolist())}
+            for run in candidates:
+                run.rank = rank.get(run.segment.index)
+        return engine.arena.cheapest_window(num_frames)
 
     def _may_go(self, run: Run) -> bool:
         return run.issued and not run.leaving and not run.wired and run.pins == 0

@@ -29,6 +29,7 @@ class Run:
     users: streams that use the run now; uses: per stream the event after which the last use is over.
     escaped: a raw pointer or an uncounted alias is about, so any use may have written; until nobody uses the run.
     orphan: the segment has dropped this value; the frames go when the last lease does.
+    rank: scratch of reclaim: the run's place in the eviction order, None if it may not go.
     version: the tensor's version counter when device and home were last known to agree, or a write was last
         noted.
     """
@@ -50,6 +51,7 @@ class Run:
     escaped: bool = False
     orphan: bool = False
     version: int = 0
+    rank: int | None = None
 
     @property
     def begin(self) -> int:

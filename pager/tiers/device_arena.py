@@ -187,40 +187,40 @@ class DeviceArena:
         assert self.resident_bytes <= self.capacity_bytes <= self.budget_bytes
         return taken.start, block.fence
 
-    def cheapest_window(self, num_frames: int, rank: Callable[[Any], int | None]) -> list[Any] | None:
+    def cheapest_window(self, num_frames: int) -> list[Any] | None:
         """The owners to evict so that ``num_frames`` neighbouring frames become free, or None.
 
-        ``rank(owner)`` is the owner's place in the eviction order (0 goes first), or None if it may not go.
-        Of all windows the one whose highest rank is lowest is taken; of equals the one that evicts fewest
-        frames.
+        An owner's attribute ``rank`` is its place in the eviction order (0 goes first), or None if it may not go. Of
+        all windows the one whose highest rank is lowest is taken; of equals the one that evicts fewest frames.
         """
         best: tuple[int, int] | None = None
-        best_owners: list[Any] | None = None
+        window: tuple[_Slab, int, int] | None = None
         for slab in self._slabs:
-            blocks = slab.blocks
-            ranks = [-1 if block.owner is None else rank(block.owner) for block in blocks]
-            begin = 0
-            while begin < len(blocks):
+            if slab.num_frames < num_frames:
+                continue
+            ranks = [-1 if block.owner is None else block.owner.rank for block in slab.blocks]
+            lengths = [block.length for block in slab.blocks]
+            num_blocks = len(lengths)
+            for begin in range(num_blocks):
                 length = evicted = 0
                 worst = -1
-                end = begin
-                barred = False
-                while end < len(blocks) and length < num_frames:
-                    block_rank = ranks[end]
-                    if block_rank is None:
-                        barred = True
+                for end in range(begin, num_blocks):
+                    rank = ranks[end]
+                    if rank is None or (best is not None and rank > best[0]):
                         break
-                    length += blocks[end].length
-                    worst = max(worst, block_rank)
-                    evicted += blocks[end].length if blocks[end].owner is not None else 0
-                    if best is not None and (worst, evicted) >= best:
+                    length += lengths[end]
+                    if rank >= 0:
+                        evicted += lengths[end]
+                        if rank > worst:
+                            worst = rank
+                    if length >= num_frames:
+                        if best is None or (worst, evicted) < best:
+                            best, window = (worst, evicted), (slab, begin, end + 1)
                         break
-                    end += 1
-                if length >= num_frames and (best is None or (worst, evicted) < best):
-                    best = (worst, evicted)
-                    best_owners = [block.owner for block in blocks[begin:end] if block.owner is not None]
-                begin = end + 1 if barred else begin + 1
-        return best_owners
+        if window is None:
+            return None
+        slab, begin, end = window
+        return [block.owner for block in slab.blocks[begin:end] if block.owner is not None]
 
     def free(self, frame: int, fence: Fence) -> None:
         """Return the run that starts at ``frame``; its next user waits for ``fence``."""
