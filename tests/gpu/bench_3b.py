@@ -1,9 +1,11 @@
-"""A 3.4 B decoder in bf16, managed within a device budget against all of it on the GPU: losses, weights, memory, seconds.
+"""A 3.4 B decoder in bf16, managed within a device budget against all of it on the GPU: losses, weights,
+memory, seconds.
 
     python tests/gpu/bench_3b.py --budget 12GiB --steps 6 --out runs/bench-3b
 
-Each run is a process of its own. The plain one leaves its first weights in a file, so that both start equal. What the process
-takes on the device is sampled every few milliseconds as NVML sees it. Prints one JSON line per run.
+Each run is a process of its own. The plain one leaves its first weights in a file, so that both start equal.
+What the process takes on the device is sampled every few milliseconds as NVML sees it. Prints one JSON line
+per run.
 """
 
 from __future__ import annotations
