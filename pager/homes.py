@@ -36,6 +36,9 @@ _KIND_RANK = {"parameter": 0, "gradient": 1, "state": 2}
 # How often a byte of this kind crosses the link in a step if it streams: a parameter for forward and backward
 # and both ways at its update; a gradient out and in; a state in and out.
 _CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
+# What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into
+# slices: the tensor, its gradient, two states.
+_UPDATE_TENSORS = 4
 
 
 class Wanted(NamedTuple):
@@ -68,7 +71,9 @@ class Homes:
         may_wire = np.array(
             [w.kind != "gradient" and (everything_fits or w.kind == "parameter") for w in wanted]
         )
-        wire_bytes = arena_bytes if everything_fits else max(arena_bytes // 2 - int(sizes.max(initial=0)), 0)
+        largest = int(sizes.max(initial=0))
+        spare = max(min(arena_bytes // 2 - largest, arena_bytes - _UPDATE_TENSORS * largest), 0)
+        wire_bytes = arena_bytes if everything_fits else spare
         # Wired first, among those that may be; the rest is placed on the tiers below.
         homes = np.full(len(wanted), int(Home.HOST), np.int64)
         wired = self._place(wanted, sizes, may_wire, device=wire_bytes, host=total, disk=0)

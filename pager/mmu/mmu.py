@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from pager.mmu.gradient import Gradients
 
 
+# Torch's operations that write in place, not differentiable, and leave version counters as they were:
+# GradScaler's unscaling, and the fused optimizer steps. They write to every tensor in their lists.
+_WRITES_UNCOUNTED = ("_amp_foreach_", "_fused_")
+
+
 class Mmu:
     """Bindings and accesses of one managed model."""
 
@@ -69,10 +74,15 @@ class Mmu:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run ``func`` with the bound tensors resident. Called with torch functions enabled; disables them inside."""
-        leases = self.enter(bindings, getattr(func, "__name__", "an operation"))
+        """Run ``func`` with the bound tensors resident. Called with torch functions enabled; disables them
+        inside.
+        """
+        name = getattr(func, "__name__", "an operation")
+        leases = self.enter(bindings, name)
         try:
             with NoTorchFunction():
+                if name.startswith(_WRITES_UNCOUNTED):
+                    return _count_writes(bindings, func, args, kwargs)
                 if not torch.is_grad_enabled() or not can_see_hooks_beneath():
                     return func(*args, **kwargs)
                 frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}
@@ -169,7 +179,9 @@ class Mmu:
             return strided_view(lease.untyped_storage(), dtype, size, stride, offset)
 
     def escape(self, binding: Binding) -> torch.Tensor:
-        """An ordinary tensor over the frames whose writes nobody counts: the pages are dirty as long as it lives."""
+        """An ordinary tensor over the frames whose writes nobody counts: the pages are dirty as long as it
+        lives.
+        """
         self.before_access()
         self._check_values([binding], "an access")
         run, tensor = self.fault(binding, current_phase())
@@ -221,6 +233,17 @@ def _leave_inference_mode() -> Iterator[None]:
 def _ordinary_tensors() -> contextlib.AbstractContextManager[None]:
     """Tensors made inside are ordinary ones, also in inference mode: they become a parameter's ``data``."""
     return _leave_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def _count_writes(
+    bindings: Sequence[Binding], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run an operation that writes to the tensors it names without moving their versions; move them."""
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for binding in bindings:
+            binding.bump_version()
 
 
 def _nothing() -> None:

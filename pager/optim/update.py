@@ -56,6 +56,9 @@ class Update:
         self.step = raw_step(optimizer)
         self.attributes = snapshot_attributes(optimizer)
         self.groups = [snapshot_group(group) for group in optimizer.param_groups]
+        # GradScaler hands its scale to a fused step, which then divides the gradients in place: here those
+        # are copies, since an interrupted unit is computed again.
+        self.unscales = self.attributes.get("grad_scale") is not None
         self.todo: deque[_SmallUnit | _PagedUnit] = deque(self._units())
 
     def _units(self) -> list[_SmallUnit | _PagedUnit]:
@@ -138,6 +141,8 @@ class _SmallUnit:
             self.staged = self._compute(update)
         for param, result, state in self.staged:
             param.copy_(result)
+            if update.unscales and param.grad is not None and result.grad is not None:
+                param.grad.copy_(result.grad)
             _commit_small_state(update.adopted.optimizer.state[param], state)
 
     def _compute(self, update: Update) -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
@@ -147,11 +152,11 @@ class _SmallUnit:
             copies = []
             for param in params:
                 copy = param.detach().clone().requires_grad_(True)
-                copy.grad = param.grad
+                copy.grad = param.grad.clone() if update.unscales and param.grad is not None else param.grad
                 copies.append(copy)
             states = [_cloned(update.adopted.optimizer.state.get(param, {})) for param in params]
             new_states = update.run_class(group_index, copies, states)
-            staged += list(zip(params, [copy.detach() for copy in copies], new_states, strict=True))
+            staged += list(zip(params, copies, new_states, strict=True))
         return staged
 
 
@@ -179,7 +184,7 @@ class _PagedUnit:
         self.begin = begin
         self.end = end
         self.sliced = sliced
-        self.staged: tuple[torch.Tensor, dict[str, Any]] | None = None
+        self.staged: tuple[torch.Tensor, dict[str, Any]] | None = None  # the stepped copy, its state
 
     def run(self, update: Update) -> None:
         adopted = update.adopted
@@ -248,7 +253,7 @@ class _PagedUnit:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         binding = self.progress.binding
         copy = param.clone().requires_grad_(True)
-        copy.grad = grad
+        copy.grad = grad.clone() if update.unscales else grad
         state: dict[str, Any] = {}
         live = update.adopted.optimizer.state.get(binding.tensor, {})
         paged = update.adopted.paged_states(binding)
@@ -258,7 +263,9 @@ class _PagedUnit:
             else:
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
         new_state = update.run_class(self.progress.group_index, [copy], [state])[0]
-        return copy.detach(), new_state
+        if not update.unscales:
+            copy.grad = None  # it is a view of pages, which must not stay pinned with an interrupted unit
+        return copy, new_state
 
     def _commit(
         self, update: Update, runs: list[Run], views: list[torch.Tensor], places: dict[str, int]
@@ -270,6 +277,9 @@ class _PagedUnit:
         result, new_state = self.staged
         views[0].copy_(result)
         binding.bump_version()
+        if result.grad is not None:
+            views[1].copy_(result.grad)
+            engine.mark_dirty(runs[1])
         for key, value in new_state.items():
             if not isinstance(value, torch.Tensor) or value.shape != result.shape or value.dim() == 0:
                 continue
