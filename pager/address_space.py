@@ -67,7 +67,9 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 class AddressSpace:
-    """Hands out segments. Page numbers are never used twice, so an old number cannot name a new tensor's page."""
+    """Hands out segments. Page numbers are never used twice, so an old number cannot name a new tensor's
+    page.
+    """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size

@@ -64,7 +64,9 @@ def _check_optimizers(model: nn.Module, optimizers: list[Any]) -> None:
 
 
 class Handle:
-    """What ``model.pager`` is: the plan, statistics, knobs, and the way out. Methods raise PagerClosed after ``close()``."""
+    """What ``model.pager`` is: the plan, statistics, knobs, and the way out. Methods raise PagerClosed after
+    ``close()``.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -78,7 +80,9 @@ class Handle:
 
     @property
     def plan(self) -> Plan:
-        """The page-distance plan as it stands. Without ``example_inputs`` it waits for the first batch, and says so."""
+        """The page-distance plan as it stands. Without ``example_inputs`` it waits for the first batch, and
+        says so.
+        """
         self._runtime.check_open()
         runtime = self._runtime
         return runtime.planner.plan(
@@ -106,7 +110,8 @@ class Handle:
 
     @contextlib.contextmanager
     def resident(self, module: nn.Module) -> Iterator[None]:
-        """Keep ``module``'s parameters on the device, for code that bypasses Python dispatch (C++ extensions, raw pointers).
+        """Keep ``module``'s parameters on the device, for code that bypasses Python dispatch (C++ extensions,
+        raw pointers).
 
         Raises BudgetError if they do not fit together, ConfigError if none of them is managed here.
         """

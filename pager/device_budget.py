@@ -90,7 +90,9 @@ class DeviceBudget:
         return max(left - activation_bytes, 0)
 
     def spare_bytes(self) -> int:
-        """What the last step left unused of the allocator's share beyond the headroom; negative after an out-of-memory."""
+        """What the last step left unused of the allocator's share beyond the headroom; negative after an out-
+        of-memory.
+        """
         ooms = self._device.num_out_of_memory()
         if ooms > self._out_of_memory:
             self._out_of_memory = ooms

@@ -104,7 +104,7 @@ class Homes:
         host: int,
         disk: int,
     ) -> np.ndarray:
-        index = np.flatnonzero(chosen)
+        index = np.flatnonzero(chosen).tolist()
         return place(
             num_bytes=sizes[index],
             traffic_bytes_if_streamed=sizes[index]

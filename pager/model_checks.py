@@ -61,7 +61,8 @@ def _check_modules(model: nn.Module) -> None:
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ConfigError(
-                f"module {name or '(the model)'} has sparse gradients, which cannot be paged yet; make it with sparse=False"
+                f"module {name or '(the model)'} has sparse gradients, which cannot be paged yet; "
+                "make it with sparse=False"
             )
 
 

@@ -1,4 +1,5 @@
-"""The two hooks a managed model carries: one waits for its first batch, one sees ``load_state_dict(assign=True)``.
+"""The two hooks a managed model carries: one waits for its first batch, one sees
+``load_state_dict(assign=True)``.
 
 Hooks live in the module's dictionaries, so they are copied and pickled with it. A copy of a managed model is
 an ordinary one: its hooks must do nothing and need nothing of ours. So ours copy to an inert function of the

@@ -1,11 +1,13 @@
 """A model's tensors going into pages and coming out again.
 
-Going in: each parameter's bytes are copied to its home and the original is freed before the next one is copied, batch by batch, so
-that a model on the CPU never exists twice. A parameter on meta gets its value from its module's ``reset_parameters`` (or
-``init=``), one module at a time on the compute device; where there is neither it has no value until ``load_state_dict``.
-Tensors under a page and buffers become ordinary tensors on the compute device.
+Going in: each parameter's bytes are copied to its home and the original is freed before the next one is
+copied, batch by batch, so that a model on the CPU never exists twice. A parameter on meta gets its value from
+its module's ``reset_parameters`` (or ``init=``), one module at a time on the compute device; where there is
+neither it has no value until ``load_state_dict``. Tensors under a page and buffers become ordinary tensors on
+the compute device.
 
-Coming out: parameters are ordinary CPU tensors over their homes, which costs no copy where those are host memory.
+Coming out: parameters are ordinary CPU tensors over their homes, which costs no copy where those are host
+memory.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class PagedModel:
         mmu.renew = self.renew
         mmu.undo_move = self.undo_move
 
-    # -- in ------------------------------------------------------------------------------------------------------------------
+    # -- in ----------------------------------------------------------------------------------------
 
     def take_in_model(self, parameters: Parameters) -> None:
         """Page all of the model's parameters; reserve host memory for their gradients."""
@@ -106,7 +108,9 @@ class PagedModel:
             self.take_in_parameter(name, param)
 
     def take_in_parameter(self, name: str, param: nn.Parameter) -> Binding:
-        """Turn one ordinary parameter into a paged one, in place, keeping its values (none, if it is on meta)."""
+        """Turn one ordinary parameter into a paged one, in place, keeping its values (none, if it is on
+        meta).
+        """
         segment = self.new_segment(
             name=name, kind="parameter", size=param.size(), stride=param.stride(), dtype=param.dtype
         )
@@ -213,7 +217,7 @@ class PagedModel:
         page_tensor(gradient, PagedTensor)
         return gradient
 
-    # -- meta ----------------------------------------------------------------------------------------------------------------
+    # -- meta --------------------------------------------------------------------------------------
 
     def _initialise(self, parameters: Parameters) -> None:
         """Give meta parameters values module by module, and page each module's before the next one's exist."""
@@ -257,7 +261,7 @@ class PagedModel:
             fresh.fill_(float("nan"))
         torch.utils.swap_tensors(param, nn.Parameter(fresh, requires_grad=param.requires_grad))
 
-    # -- out -----------------------------------------------------------------------------------------------------------------
+    # -- out ---------------------------------------------------------------------------------------
 
     def take_out_model(self) -> None:
         """Ordinary parameters, gradients and buffers on the CPU."""
@@ -270,7 +274,9 @@ class PagedModel:
         self._move_buffers(cpu)
 
     def put_back(self, places: Mapping[str, torch.device], optimizers: Sequence[Optimizer]) -> None:
-        """After a failed `manage`: ordinary tensors, by name, and optimizer states to the devices they came from."""
+        """After a failed `manage`: ordinary tensors, by name, and optimizer states to the devices they came
+        from.
+        """
         for name, param in self.model.named_parameters():
             _move(param, places[name])
         for path, module in self.model.named_modules():
@@ -279,10 +285,10 @@ class PagedModel:
                 if buffer is not None and device is not None and device.type != "meta":
                     module._buffers[key] = buffer.to(device)
         for optimizer in optimizers:
-            for param, state in optimizer.state.items():
+            for held, state in optimizer.state.items():
                 for key, value in state.items() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        state[key] = value.to(param.device)
+                        state[key] = value.to(held.device)
 
     def _take_out_parameter(self, binding: Binding) -> None:
         data = values.cpu_tensor(self._mmu, binding, alias=True)

@@ -88,7 +88,9 @@ class Runtime:
     # ------------------------------------------------------------------------------------------------------------
 
     def _build(self, parameters: Parameters, undo: contextlib.ExitStack) -> None:
-        """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail on the way."""
+        """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail on the
+        way.
+        """
         config = self.config
         page_size = config.page_bytes
         self.budget = DeviceBudget(self.device, config, small_bytes=_small_bytes(parameters, self.model))
@@ -132,7 +134,9 @@ class Runtime:
         )
 
     def _take_in(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
-        """The model's and the optimizers' tensors go into pages. On failure they are as before, where they were."""
+        """The model's and the optimizers' tensors go into pages. On failure they are as before, where they
+        were.
+        """
         places = [
             (name, tensor.device)
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
@@ -167,8 +171,8 @@ class Runtime:
         need = ceil_div(largest.num_bytes, page_size) * page_size
         if need > arena_bytes:
             raise BudgetError(
-                f"pager: every operation on {largest.name} needs its {format_bytes(need)} on the device in one piece, but "
-                f"of device_budget = {format_bytes(self.budget.limit_bytes)} only {format_bytes(arena_bytes)} are left "
+                f"pager: every operation on {largest.name} needs its {format_bytes(need)} on the device in one piece, "
+                f"but of device_budget = {format_bytes(self.budget.limit_bytes)} only {format_bytes(arena_bytes)} are left "
                 f"for pages. Raise device_budget by at least {format_bytes(need - arena_bytes)}."
             )
 
@@ -285,8 +289,8 @@ class Runtime:
         if need > have:
             raise BudgetError(
                 f"pager: one operation needs {', '.join(names[:6])} on the device together, {format_bytes(need)}; of "
-                f"device_budget = {format_bytes(self.budget.limit_bytes)} only {format_bytes(have)} are left for pages. "
-                f"Raise device_budget by at least {format_bytes(need - have)}."
+                f"device_budget = {format_bytes(self.budget.limit_bytes)} only {format_bytes(have)} are left for "
+                f"pages. Raise device_budget by at least {format_bytes(need - have)}."
             )
 
     def _fit_arena(self) -> None:
@@ -308,7 +312,9 @@ class Runtime:
     # ----------------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> AdoptedOptimizer:
-        """The adopted form of a user's optimizer, made at first sight. Raises ConfigError where that cannot be."""
+        """The adopted form of a user's optimizer, made at first sight. Raises ConfigError where that cannot
+        be.
+        """
         self.optimizers = [known for known in self.optimizers if known.alive]
         for known in self.optimizers:
             if known.optimizer is optimizer:

@@ -1,7 +1,7 @@
 """What changes between two steps, and nowhere else: knobs, the trace, the arena's size, new parameters.
 
-Within a step nothing is allocated and no plan changes. At its end the runtime looks back at it: was the trace followed, did activations
-leave memory unused or run out of it, did the user set a knob or add a parameter.
+Within a step nothing is allocated and no plan changes. At its end the runtime looks back at it: was the trace
+followed, did activations leave memory unused or run out of it, did the user set a knob or add a parameter.
 """
 
 from __future__ import annotations

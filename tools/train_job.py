@@ -86,7 +86,7 @@ def _train_managed(
     inputs, targets = next(iter(batches))
     example = (torch.from_numpy(inputs), torch.from_numpy(targets))
     pager.manage(model, optimizer, example_inputs=example, **job.knobs)
-    handle: Handle = model.pager
+    handle: Handle = model.pager  # type: ignore[assignment]  # torch types every attribute of a module
     record = TrainingRecord()
     status = "failed"
     try:

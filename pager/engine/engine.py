@@ -80,7 +80,8 @@ class Engine:
         self.failure: BaseException | None = None
         self.demand = 0
         self.moves = 0
-        # Up to this position of the timeline pagerd has seen to it that pages are there; evictions move it back.
+        # Up to this position of the timeline pagerd has seen to it that pages are there; evictions move it
+        # back.
         self.horizon = 0
         self.num_prefetched_extents = 0
         self.on_access: Callable[[], None] = _nothing
@@ -470,7 +471,9 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------------
 
     def store(self, segment: Segment, source: torch.Tensor) -> None:
-        """Give the segment the bytes of ``source`` (uint8, on any device), at its home. No device copy may exist."""
+        """Give the segment the bytes of ``source`` (uint8, on any device), at its home. No device copy may
+        exist.
+        """
         if int(self.table.home[segment.first_page]) == Home.DEVICE:
             run = self.acquire_all([(segment, 0, segment.num_pages, True)], segment.name)[0]
             self.arena.bytes_of(run.frame, run.num_bytes).copy_(source)
@@ -521,7 +524,9 @@ class Engine:
             return any(run.pins for run in self._runs[segment.index])
 
     def flush(self, segments: Sequence[Segment]) -> None:
-        """Write back what is dirty of these segments. A disk has it then; who reads host homes waits for the link."""
+        """Write back what is dirty of these segments. A disk has it then; who reads host homes waits for the
+        link.
+        """
         self.drain()
         with self.lock:
             runs = [run for segment in segments for run in self._runs[segment.index]]

@@ -111,7 +111,8 @@ class Pagerd:
         return ceil_div(row.num_pages * self._engine.arena.page_size, EXTENT_BYTES)
 
     def _next_absent(self, num_extents: int) -> list[Upcoming]:
-        """The next expected accesses beyond the horizon whose pages are absent, up to that many extents (locked).
+        """The next expected accesses beyond the horizon whose pages are absent, up to that many extents
+        (locked).
 
         Everything before the horizon is on the device or on its way; an eviction moves the horizon back.
         """

@@ -11,7 +11,8 @@ chose:
                       nothing is lost
 5. evict (locked)     victims that nobody pinned or wrote meanwhile leave; else the caller looks again from 1
 
-Between 2 and 4 a run is marked ``leaving``: it is written back once at a time, and neither goes nor is dropped.
+Between 2 and 4 a run is marked ``leaving``: it is written back once at a time, and neither goes nor is
+dropped.
 
 A run that was prefetched and not used yet may be evicted for a demand fault only: among prefetches it would
 be thrown out for something needed later. Why not one lock over it all: a write to disk takes milliseconds,

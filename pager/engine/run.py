@@ -20,17 +20,17 @@ class Run:
 
     The page table owns the pages' states and pins. A run keeps what belongs to this stay on the device:
 
-    issued: the copy that fills it has been enqueued (or it needs none); until then only its issuer may use it.
-    leaving: a write-back is under way; it has the run to itself, but for who uses it on the device.
-    fence: events of the frames' former users; the first work that writes the frames waits for them.
-    ready: the event after which the frames may be used: the bytes are there, or were copied out; None if the
+    issued: the copy that fills it has been enqueued (or it needs none); until then only its issuer may use
+    it. leaving: a write-back is under way; it has the run to itself, but for who uses it on the device.
+    fence: events of the frames' former users; the first work that writes the frames waits for them. ready:
+    the event after which the frames may be used: the bytes are there, or were copied out; None if the
         compute stream itself writes them.
     waited: indices of the streams that already waited for ``ready`` (or ``fence``).
     users: streams that use the run now; uses: per stream the event after which the last use is over.
-    escaped: a raw pointer or an uncounted alias is about, so any use may have written; until nobody uses the run.
-    orphan: the segment has dropped this value; the frames go when the last lease does.
-    rank: scratch of reclaim: the run's place in the eviction order, None if it may not go.
-    version: the tensor's version counter when device and home were last known to agree, or a write was last
+    escaped: a raw pointer or an uncounted alias is about, so any use may have written; until nobody uses the
+    run. orphan: the segment has dropped this value; the frames go when the last lease does. rank: scratch of
+    reclaim: the run's place in the eviction order, None if it may not go. version: the tensor's version
+    counter when device and home were last known to agree, or a write was last
         noted.
     """
 

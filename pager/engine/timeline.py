@@ -144,7 +144,9 @@ class Timeline:
             self._advance(found, segment)
 
     def begin_update(self) -> None:
-        """The optimizer step begins: skip to the update's part, and see how many micro-batches came before it."""
+        """The optimizer step begins: skip to the update's part, and see how many micro-batches came before
+        it.
+        """
         if self.trace is None:
             return
         row = self.position % len(self.trace) if len(self.trace) else 0
@@ -155,7 +157,9 @@ class Timeline:
             self._seek(self._update_row)
 
     def end_step(self) -> bool:
-        """The step is over. True if the recording should replace the trace: there is none, or it keeps failing."""
+        """The step is over. True if the recording should replace the trace: there is none, or it keeps
+        failing.
+        """
         rows = max(len(self.recorded), 1)
         self._bad_steps = self._bad_steps + 1 if self._step_deviations > DEVIATION_SHARE * rows else 0
         renew = self.trace is None or self._bad_steps >= 2

@@ -101,7 +101,8 @@ class Transfers:
         self._counters.page_in_bytes += run.num_bytes
 
     def _read_disk(self, home_frame: int, num_bytes: int, target: torch.Tensor, writes: Region) -> None:
-        assert self._disk is not None and self._bounce is not None
+        assert self._disk is not None
+        assert self._bounce is not None
         bounce = self._bounce
         bounce.acquire()
         event: Event | None = None
@@ -149,7 +150,8 @@ class Transfers:
         return event
 
     def _write_disk(self, home_frame: int, num_bytes: int, source: torch.Tensor, reads: Region) -> None:
-        assert self._disk is not None and self._bounce is not None
+        assert self._disk is not None
+        assert self._bounce is not None
         bounce = self._bounce
         bounce.acquire()
         try:
@@ -167,7 +169,9 @@ class Transfers:
     # --------------------------------------------------------------------------------
 
     def home_bytes(self, segment: Segment, *, write: bool) -> torch.Tensor | None:
-        """The segment's home in host memory as uint8, after waiting for copies under way; None if it is elsewhere."""
+        """The segment's home in host memory as uint8, after waiting for copies under way; None if it is
+        elsewhere.
+        """
         if int(self._table.home[segment.first_page]) != Home.HOST:
             return None
         written = self._home_written.get(segment.index)

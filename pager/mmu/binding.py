@@ -21,7 +21,8 @@ _get_version = _tensor_base._version.__get__
 
 
 def make_phantom(size: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a tensor's storage is while absent: one NaN of its dtype on the compute device, expanded to its shape.
+    """What a tensor's storage is while absent: one NaN of its dtype on the compute device, expanded to its
+    shape.
 
     Whatever slips past the door then reads NaN, not stale numbers. Integer dtypes have no NaN; they get their
     least value.
@@ -79,7 +80,8 @@ class Binding:
         self.gradient: Binding | None = None
         self.hook: torch.utils.hooks.RemovableHandle | None = None
         self.uses = 0
-        # Versions counted by tensors that stood here before, so that a saved version never fits another tensor.
+        # Versions counted by tensors that stood here before, so that a saved version never fits another
+        # tensor.
         self.versions_before = 0
 
     def _take(self, segment: Segment) -> None:

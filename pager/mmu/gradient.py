@@ -72,8 +72,8 @@ class Gradients:
         self.generation += 1
         if grad.dtype != slot.segment.dtype:
             raise ConfigError(
-                f"{binding.name}: its gradient is {grad.dtype}, the parameter {slot.segment.dtype}; gradients of another "
-                "dtype cannot be paged"
+                f"{binding.name}: its gradient is {grad.dtype}, the parameter {slot.segment.dtype}; gradients of "
+                "another dtype cannot be paged"
             )
         engine = self._mmu.engine
         overwrite = not engine.has_value(slot.segment)
@@ -128,9 +128,11 @@ class Gradients:
         self._add(binding, value)
 
     def _let_go(self, slot: Binding) -> None:
-        """The gradient is given up. Whoever keeps the tensor, or views of it, keeps the old values, as in torch.
+        """The gradient is given up. Whoever keeps the tensor, or views of it, keeps the old values, as in
+        torch.
 
-        Views hold their frames. The tensor itself becomes an ordinary one, and a new one stands for the next gradient.
+        Views hold their frames. The tensor itself becomes an ordinary one, and a new one stands for the next
+        gradient.
         """
         mmu = self._mmu
         if _num_references(slot) > _UNSHARED and mmu.engine.has_value(slot.segment):

@@ -34,7 +34,9 @@ _top_hooks: Callable[[bool], Hooks | None] | None = getattr(
 
 
 def can_see_hooks_beneath() -> bool:
-    """Whether this torch can say which saved-tensor hooks are active. Without it frames stay pinned until backward."""
+    """Whether this torch can say which saved-tensor hooks are active. Without it frames stay pinned until
+    backward.
+    """
     return _top_hooks is not None
 
 

@@ -96,7 +96,8 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @_handles(_method("copy_"))
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Loading a state dict copies whole tensors: those go straight to the home, past the device."""
-    target, source = args[0], args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+    target: Any = args[0]
+    source: Any = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
     if isinstance(target, Paged) and type(source) in (torch.Tensor, torch.nn.Parameter):
         binding = target._pager
         with NoTorchFunction():
@@ -112,8 +113,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``p.data = tensor``: the segment takes the values; another dtype or layout makes it a new one.
 
-    That is how ``model.half()`` and ``.to(memory_format=...)`` work, tensor by tensor. Moving to another device
-    is refused, and what such a move already did to small tensors and buffers is undone.
+    That is how ``model.half()`` and ``.to(memory_format=...)`` work, tensor by tensor. Moving to another
+    device is refused, and what such a move already did to small tensors and buffers is undone.
     """
     tensor, value = args
     binding = tensor._pager
@@ -186,8 +187,9 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _autograd_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.autograd.grad` with paged tensors among its arguments.
 
-    Not an access to the inputs: the graph only needs to know them. So torch's own function is called with their gradient
-    edges, and with torch functions enabled, since backward runs recomputation and hooks on this thread.
+    Not an access to the inputs: the graph only needs to know them. So torch's own function is called with
+    their gradient edges, and with torch functions enabled, since backward runs recomputation and hooks on
+    this thread.
     """
     return _grad(*args, **kwargs)
 

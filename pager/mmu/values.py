@@ -54,15 +54,15 @@ class HomeAliases:
         if engine.is_dirty(binding.segment):
             if written:
                 raise RuntimeError(
-                    f"{binding.name}: a tensor from state_dict() was written to after the parameter itself had changed; "
-                    "use load_state_dict() or torch.no_grad() and the parameter to change a managed model"
+                    f"{binding.name}: a tensor from state_dict() was written to after the parameter itself had "
+                    "changed; use load_state_dict() or torch.no_grad() and the parameter to change a managed model"
                 )
         else:
             engine.evict_segments([binding.segment])
             if written and engine.runs_of(binding.segment):
                 raise RuntimeError(
-                    f"{binding.name}: a tensor from state_dict() was written to while views of the parameter are alive, "
-                    "which would not see it; drop them, or change the parameter itself under torch.no_grad()"
+                    f"{binding.name}: a tensor from state_dict() was written to while views of the parameter are "
+                    "alive, which would not see it; drop them, or change the parameter itself under torch.no_grad()"
                 )
         # Tensors written to stay watched: they may be written to again, and a fresh alias counts from zero.
         rest = [weakref.ref(tensor) for tensor in alive if not tensor._version]
@@ -122,7 +122,9 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
 def storage_bytes(
     tensor: torch.Tensor, size: torch.Size, stride: tuple[int, ...], num_bytes: int
 ) -> torch.Tensor:
-    """The bytes of ``tensor`` as they lie in storage under this layout: uint8, without a copy where it has that layout."""
+    """The bytes of ``tensor`` as they lie in storage under this layout: uint8, without a copy where it has
+    that layout.
+    """
     with NoTorchFunction(), torch.no_grad():
         tensor = tensor.detach()
         if tensor.stride() != tuple(stride) or tensor.size() != size:

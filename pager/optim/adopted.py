@@ -1,4 +1,6 @@
-"""An optimizer of the user's whose parameters are paged. The object stays the user's; only its work is redirected."""
+"""An optimizer of the user's whose parameters are paged. The object stays the user's; only its work is
+redirected.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 # A unit of the update may fill this share of the arena, so that the next ones can arrive while it is
 # computed.
 _UNIT_SHARE = 4
-# Bytes of parameter in a unit: large, since each costs the host about a millisecond; small against any arena that needs units.
+# Bytes of parameter in a unit: large, since each costs the host about a millisecond; small against any arena
+# that needs units.
 UNIT_BYTES = 64 * 2**20
 # A parameter up to this share is brought in whole for its update, and is then there for the next forward.
 _WHOLE_SHARE = 3
@@ -86,8 +89,8 @@ class AdoptedOptimizer:
         binding = param._pager
         if binding.mmu is not self.mmu:
             raise ConfigError(
-                f"{type(self.optimizer).__name__} has parameters of two managed models (such as {binding.name}); use one "
-                "optimizer for each"
+                f"{type(self.optimizer).__name__} has parameters of two managed models (such as {binding.name}); "
+                "use one optimizer for each"
             )
         return binding
 
@@ -97,7 +100,9 @@ class AdoptedOptimizer:
         return [binding for binding in found if binding is not None]
 
     def next_use(self, binding: Binding) -> int:
-        """Where the parameter's next use lies, for the order of the update; unknown ones keep the parameters' order."""
+        """Where the parameter's next use lies, for the order of the update; unknown ones keep the parameters'
+        order.
+        """
         return self.mmu.update_order(binding.segment.index)
 
     def _check_groups(self) -> list[tuple[Binding, ProbeResult]]:
@@ -117,7 +122,9 @@ class AdoptedOptimizer:
         return found
 
     def _make_room(self, binding: Binding, result: ProbeResult) -> None:
-        """Segments for the states this optimizer will make, so that the plan knows them and steps allocate nothing."""
+        """Segments for the states this optimizer will make, so that the plan knows them and steps allocate
+        nothing.
+        """
         if binding.tensor.requires_grad:
             for key, dtype in result.state_dtypes.items():
                 self.make_state(binding, key, dtype)
@@ -133,7 +140,9 @@ class AdoptedOptimizer:
         return found
 
     def unit_elements(self, binding: Binding, probed: ProbeResult) -> int:
-        """Elements of a slice: aligned to pages in every dtype involved, small enough that several fit the device."""
+        """Elements of a slice: aligned to pages in every dtype involved, small enough that several fit the
+        device.
+        """
         segment = binding.segment
         sizes = [segment.dtype.itemsize] * 2 + [dtype.itemsize for dtype in probed.state_dtypes.values()]
         align = segment.page_size // min(sizes)
@@ -192,7 +201,9 @@ class AdoptedOptimizer:
                 for key, value in self.optimizer.state.get(param, {}).items():
                     if binding is not None and self.is_param_shaped(binding, value):
                         if type(value) is not PagedTensor:
-                            self.optimizer.state[param][key] = self.page_state(binding, key, value, value.dtype)
+                            self.optimizer.state[param][key] = self.page_state(
+                                binding, key, value, value.dtype
+                            )
                     elif isinstance(value, torch.Tensor) and value.dim() > 0:
                         # Scalars such as Adam's step stay where the optimizer put them.
                         self.optimizer.state[param][key] = value.to(device)
@@ -201,7 +212,9 @@ class AdoptedOptimizer:
     # ------------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """The user called ``step()``: remember the values it begins with. An interrupted step is taken up again."""
+        """The user called ``step()``: remember the values it begins with. An interrupted step is taken up
+        again.
+        """
         if self.update is not None and self.mmu.gradients.generation != self._gradients_seen:
             self.finish()
             self.update = None

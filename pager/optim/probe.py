@@ -88,7 +88,9 @@ def probe(
 
 
 def probe_key(group: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
-    """What a probe's result depends on: switches as they are, numbers only in being zero or not (a schedule moves them)."""
+    """What a probe's result depends on: switches as they are, numbers only in being zero or not (a schedule
+    moves them).
+    """
     options: list[tuple[str, Any]] = []
     for name, value in group.items():
         if isinstance(value, (bool, str, type(None))):
@@ -121,7 +123,8 @@ def admit(
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], device: torch.device) -> None:
-    """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be paged, by id.
+    """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be
+    paged, by id.
 
     Raises ConfigError for coupled optimizers and for two that hold the same parameter.
     """
@@ -147,7 +150,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], 
 
 
 def _with_usable_lr(group: Mapping[str, Any]) -> dict[str, Any]:
-    """``group`` with a learning rate that shows: a warm-up begins at zero, where every optimizer does the same."""
+    """``group`` with a learning rate that shows: a warm-up begins at zero, where every optimizer does the
+    same.
+    """
     usable = dict(group)
     lr = usable.get("lr")
     if isinstance(lr, torch.Tensor):

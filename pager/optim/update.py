@@ -317,9 +317,12 @@ def _commit_state(live: dict[str, Any], new: dict[str, Any]) -> None:
         old = live.get(key)
         if old is value:
             continue
-        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and type(old) is torch.Tensor:
+        if type(old) is torch.Tensor and isinstance(value, torch.Tensor) and _alike(old, value):
             # Adam's step is updated in place; a scheduler or logger may hold the tensor.
-            if old.shape == value.shape and old.dtype == value.dtype and old.device == value.device:
-                old.copy_(value)
-                continue
-        live[key] = value
+            old.copy_(value)
+        else:
+            live[key] = value
+
+
+def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device

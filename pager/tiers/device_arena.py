@@ -100,7 +100,9 @@ class DeviceArena:
         return self._next_frame
 
     def add_slab(self, num_frames: int) -> None:
-        """Allocate one more slab. Raises PagerInternalError beyond the budget, torch's error if memory is short."""
+        """Allocate one more slab. Raises PagerInternalError beyond the budget, torch's error if memory is
+        short.
+        """
         if self.capacity_bytes + num_frames * self.page_size > self.budget_bytes:
             raise PagerInternalError(
                 f"device arena: a slab of {num_frames} frames would exceed the budget of {self.budget_bytes} bytes"
@@ -143,7 +145,9 @@ class DeviceArena:
         return slab.memory[offset : offset + num_bytes]
 
     def lease(self, frame: int, num_bytes: int, on_release: Callable[[], None]) -> torch.Tensor:
-        """A fresh uint8 tensor over the frames with its own storage; ``on_release`` runs when its last view dies."""
+        """A fresh uint8 tensor over the frames with its own storage; ``on_release`` runs when its last view
+        dies.
+        """
         slab = self._slab_of(frame)
         return self.device.wrap(
             slab.memory, (frame - slab.first_frame) * self.page_size, num_bytes, on_release
@@ -190,8 +194,9 @@ class DeviceArena:
     def cheapest_window(self, num_frames: int) -> list[Any] | None:
         """The owners to evict so that ``num_frames`` neighbouring frames become free, or None.
 
-        An owner's attribute ``rank`` is its place in the eviction order (0 goes first), or None if it may not go. Of
-        all windows the one whose highest rank is lowest is taken; of equals the one that evicts fewest frames.
+        An owner's attribute ``rank`` is its place in the eviction order (0 goes first), or None if it may not
+        go. Of all windows the one whose highest rank is lowest is taken; of equals the one that evicts fewest
+        frames.
         """
         best: tuple[int, int] | None = None
         window: tuple[_Slab, int, int] | None = None
