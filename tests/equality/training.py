@@ -69,12 +69,13 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """What a run leaves. Tensors are ordinary copies on the CPU, by name."""
+    """What a run leaves. Tensors are ordinary copies on the CPU, by name; deviations are counted by step."""
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     input_gradients: list[Tensor] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    deviations: list[int] = field(default_factory=list)
 
 
 class _Checkpointed:
@@ -196,6 +197,9 @@ def _run(setting: Setting, case: models.Case, optimizer: Optimizer, scheduler: A
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+        if hasattr(case.model, "pager"):
+            handle: Any = case.model.pager
+            outcome.deviations.append(handle.statistics().deviations)
         if step < NUM_STEPS - 1:
             optimizer.zero_grad()
     return outcome
