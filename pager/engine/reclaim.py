@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from pager.engine.engine import Engine
     from pager.engine.run import Run
 
+# Reclaim frees a sixteenth of the arena at a time: looking for victims costs the host half a millisecond, and
+# what goes early would nearly always have gone before its next use (docs/decisions.md, 8).
+BATCH_SHARE = 16
+
 
 class Reclaimer:
     """Evicts runs for the engine. All public methods are called without the engine's lock."""
@@ -71,7 +75,22 @@ class Reclaimer:
             rank = {key: place for place, key in enumerate(order.tolist())}
             for run in candidates:
                 run.rank = rank.get(run.segment.index)
-        return engine.arena.cheapest_window(num_frames)
+        window = engine.arena.cheapest_window(num_frames)
+        return window if window is None else self._batch(window, candidates)
+
+    def _batch(self, window: list[Run], candidates: list[Run]) -> list[Run]:
+        """The window's victims, and with them the next in the order until a batch is full."""
+        arena = self._engine.arena
+        batch_frames = arena.capacity_bytes // arena.page_size // BATCH_SHARE
+        freed = sum(run.num_pages for run in window)
+        victims = dict.fromkeys(window)
+        ranked = [run for run in candidates if run.rank is not None and run not in victims]
+        for run in sorted(ranked, key=lambda run: run.rank or 0):
+            if freed + run.num_pages > batch_frames:
+                break
+            victims[run] = None
+            freed += run.num_pages
+        return list(victims)
 
     def _may_go(self, run: Run) -> bool:
         return run.issued and not run.leaving and not run.wired and run.pins == 0
