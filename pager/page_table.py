@@ -191,8 +191,8 @@ class PageTable:
         states = self.state[begin:end]
         # All pages of a run share their state nearly always, so comparing with the first is the cheap common
         # case.
-        first = states[0]
-        if first in allowed and (states == first).all():
+        first = int(states[0])
+        if first in allowed and (end - begin == 1 or bool((states == first).all())):
             return
         wrong = ~np.isin(states, allowed)
         if wrong.any():
