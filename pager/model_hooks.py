@@ -49,8 +49,12 @@ class _FirstBatch(_Hook):
             return  # a checkpoint around the whole model recomputes it: the real step shows that, and is recorded
         if not self._runtime.bindings_of(module):
             return  # torch.func.functional_call put other tensors in their place
-        self.handle.remove()
-        self._runtime.capture(args, kwargs)
+        try:
+            self._runtime.capture(args, kwargs)
+        except Exception:
+            self.handle.remove()
+            raise
+        self.handle.remove()  # after an interrupt the next batch is captured
 
 
 class _Loaded(_Hook):

@@ -63,7 +63,7 @@ class AdoptedOptimizer:
         self._hooks: list[Any] = []
         for binding, result in self._check_groups():
             self._make_room(binding, result)
-        self._page_existing_state()
+        self.page_existing_state()
         self._hooks += state_dict.install(self)
 
     @property
@@ -193,7 +193,8 @@ class AdoptedOptimizer:
         values.store(self.mmu, state, value.to(dtype))
         return state.tensor
 
-    def _page_existing_state(self) -> None:
+    def page_existing_state(self) -> None:
+        """Take state tensors that the optimizer or the user made into pages."""
         device = self.engine.device.torch_device
         for group in self.optimizer.param_groups:
             for param in group["params"]:

@@ -46,10 +46,11 @@ class Cut(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """``cut``, and the dtypes of the state tensors shaped like their parameter, by key."""
+    """``cut``, the dtypes of the state tensors shaped like their parameter, by key, and whether gradients are written."""
 
     cut: Cut
     state_dtypes: dict[str, torch.dtype]
+    writes_gradients: bool
 
 
 def probe(
@@ -79,12 +80,14 @@ def probe(
             f"({type(error).__name__}: {error}). Leave its parameters out of pager.manage(), or use another optimizer."
         ) from error
     alone, _ = runner.run([[index] for index in reversed(range(len(_SHAPES)))], sliced=False)
-    if not _equal(whole, alone):
-        return ProbeResult(cut=Cut.COUPLED, state_dtypes=state_dtypes)
     half_on_cpu = device.type == "cpu" and dtype.itemsize < 4
-    if half_on_cpu or not _slices_agree(runner, whole):
-        return ProbeResult(cut=Cut.WHOLE_TENSOR, state_dtypes=state_dtypes)
-    return ProbeResult(cut=Cut.SLICEABLE, state_dtypes=state_dtypes)
+    if not _equal(whole, alone):
+        cut = Cut.COUPLED
+    elif half_on_cpu or not _slices_agree(runner, whole):
+        cut = Cut.WHOLE_TENSOR
+    else:
+        cut = Cut.SLICEABLE
+    return ProbeResult(cut=cut, state_dtypes=state_dtypes, writes_gradients=runner.wrote_gradients)
 
 
 def probe_key(group: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -180,6 +183,7 @@ class _Runner:
     device: torch.device
     example_state: Mapping[str, Any]
     example_size: torch.Size
+    wrote_gradients: bool = False
 
     def run(
         self, calls: Sequence[Sequence[int]], *, sliced: bool
@@ -197,6 +201,7 @@ class _Runner:
             for step_grads in grads:
                 for call in calls:
                     self._call(call, params, step_grads, states, sliced=sliced)
+                self.wrote_gradients |= any(grad._version for grad in step_grads)
         results = [param.flatten() for param in params]
         dtypes: dict[str, torch.dtype] = {}
         for index, shape in enumerate(_SHAPES):

@@ -7,7 +7,7 @@ without torch's profiling and hook wrapper, does to those tensors exactly what i
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,11 +45,31 @@ def is_shadow(optimizer: Optimizer) -> bool:
 def snapshot_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes a shadow starts from, as they are now."""
     attributes = dict(optimizer.__dict__)
-    attributes.pop("step", None)  # a scheduler's patched bound method
+    for name in (
+        "step",
+        "state",
+        "param_groups",
+    ):  # a scheduler's patched bound method; what a shadow has its own of
+        attributes.pop(name, None)
+    attributes = _own_containers(attributes)
     for name in _HOOK_ATTRIBUTES:
         attributes[name] = OrderedDict()
     attributes[_SHADOW] = True
     return attributes
+
+
+def _own_containers(value: Any) -> Any:
+    """``value`` with lists, dicts, sets and scalar tensors of its own: what a class appends to or counts in."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return kind((key, _own_containers(item)) for key, item in value.items())
+    if kind is list:
+        return [_own_containers(item) for item in value]
+    if kind in (set, deque):
+        return value.copy()
+    if kind is torch.Tensor and value.dim() == 0:
+        return value.clone()
+    return value
 
 
 def snapshot_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +89,7 @@ def make_shadow(
 ) -> Optimizer:
     """A shadow of ``cls`` over these (group values, parameters) and state dicts (kept by reference)."""
     shadow: Optimizer = object.__new__(cls)
-    shadow.__dict__.update(attributes)
+    shadow.__dict__.update(_own_containers(attributes))
     shadow.param_groups = [{**values, "params": list(params)} for values, params in groups]
     full: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     full.update(state)

@@ -61,13 +61,14 @@ class _Call:
         assert self._closure is not None
         result = self._closure()
         self._ready = True
-        self.adopted.begin_step()
         return result
 
     def groups(self) -> list[dict[str, Any]]:
         if not self._ready:
             return self.adopted.optimizer.param_groups
         if self._empty_groups is None:
+            # Not before: the user's own hooks before the step may still change gradients and group values.
+            self.adopted.begin_step()
             self.adopted.finish()
             self._empty_groups = [{**group, "params": []} for group in self.adopted.optimizer.param_groups]
         return self._empty_groups
@@ -124,9 +125,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     adopted = adopt(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     call = _Call(adopted, closure)
-    if closure is None:
-        adopted.begin_step()
-    else:
+    if closure is not None:
         kwargs = {**kwargs, "closure": call.closure}
         args = (args[0], *args[2:])
     _calls[optimizer] = call

@@ -56,9 +56,10 @@ class Update:
         self.step = raw_step(optimizer)
         self.attributes = snapshot_attributes(optimizer)
         self.groups = [snapshot_group(group) for group in optimizer.param_groups]
-        # GradScaler hands its scale to a fused step, which then divides the gradients in place: here those
-        # are copies, since an interrupted unit is computed again.
-        self.unscales = self.attributes.get("grad_scale") is not None
+        # GradScaler hands its scale to a fused step, which then divides the gradients in place, and some classes
+        # write to them too: here those are copies, since an interrupted unit is computed again.
+        self.copies_gradients = self.attributes.get("grad_scale") is not None
+        adopted.page_existing_state()
         self.todo: deque[_SmallUnit | _PagedUnit] = deque(self._units())
 
     def _units(self) -> list[_SmallUnit | _PagedUnit]:
@@ -85,6 +86,7 @@ class Update:
         adopted = self.adopted
         segment = binding.segment
         probed = adopted.probed(self.groups[group_index], binding)
+        self.copies_gradients |= probed.writes_gradients
         progress = _Progress(binding, group_index)
         if probed.cut is not Cut.SLICEABLE or not segment.dense:
             progress.num_units = 1
@@ -141,9 +143,11 @@ class _SmallUnit:
             self.staged = self._compute(update)
         for param, result, state in self.staged:
             param.copy_(result)
-            if update.unscales and param.grad is not None and result.grad is not None:
+            if update.copies_gradients and param.grad is not None and result.grad is not None:
                 param.grad.copy_(result.grad)
-            _commit_small_state(update.adopted.optimizer.state[param], state)
+            states = update.adopted.optimizer.state
+            if state or param in states:  # torch makes no entry for an optimizer that keeps nothing
+                _commit_small_state(states[param], state)
 
     def _compute(self, update: Update) -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
         staged = []
@@ -152,7 +156,9 @@ class _SmallUnit:
             copies = []
             for param in params:
                 copy = param.detach().clone().requires_grad_(True)
-                copy.grad = param.grad.clone() if update.unscales and param.grad is not None else param.grad
+                copy.grad = (
+                    param.grad.clone() if update.copies_gradients and param.grad is not None else param.grad
+                )
                 copies.append(copy)
             states = [_cloned(update.adopted.optimizer.state.get(param, {})) for param in params]
             new_states = update.run_class(group_index, copies, states)
@@ -253,7 +259,7 @@ class _PagedUnit:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         binding = self.progress.binding
         copy = param.clone().requires_grad_(True)
-        copy.grad = grad.clone() if update.unscales else grad
+        copy.grad = grad.clone() if update.copies_gradients else grad
         state: dict[str, Any] = {}
         live = update.adopted.optimizer.state.get(binding.tensor, {})
         paged = update.adopted.paged_states(binding)
@@ -263,7 +269,7 @@ class _PagedUnit:
             else:
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
         new_state = update.run_class(self.progress.group_index, [copy], [state])[0]
-        if not update.unscales:
+        if not update.copies_gradients:
             copy.grad = None  # it is a view of pages, which must not stay pinned with an interrupted unit
         return copy, new_state
 
@@ -308,8 +314,9 @@ class _PagedUnit:
             }
         progress.done.add(self.begin)
         if len(progress.done) == progress.num_units:
-            live = update.adopted.optimizer.state[progress.binding.tensor]
-            _commit_state(live, progress.state)
+            states = update.adopted.optimizer.state
+            if progress.state or progress.binding.tensor in states:
+                _commit_state(states[progress.binding.tensor], progress.state)
 
 
 def _commit_state(live: dict[str, Any], new: dict[str, Any]) -> None:
