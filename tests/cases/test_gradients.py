@@ -13,12 +13,12 @@ from tests import models
 from tests.cases.same import Report, check_same, manage, train, train_step
 
 
-def make(case: models.Case) -> Callable[[], nn.Module]:
+def make(case: models.Case) -> Callable[[], Any]:
     """A builder of equal models of the case."""
     return lambda: models.BUILDERS[case.name]().model
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -36,7 +36,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def test_four_backwards_per_step_are_summed(name: str, share: float) -> None:
     case = models.BUILDERS[name]()
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = adamw(model)
         for step in range(3):
             optimizer.zero_grad()
@@ -57,7 +57,7 @@ def test_clipping_after_accumulation_returns_the_same_norm(
 ) -> None:
     case = models.make_decoder()
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = adamw(model)
         for step in range(2):
             optimizer.zero_grad()
@@ -76,7 +76,7 @@ def test_clipping_after_accumulation_returns_the_same_norm(
 def test_clipping_values_and_asking_for_the_norm() -> None:
     case = models.make_mlp()
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = adamw(model)
         for step in range(2):
             optimizer.zero_grad()
@@ -94,7 +94,7 @@ def test_clipping_values_and_asking_for_the_norm() -> None:
 def test_tied_weights_are_one_segment_and_one_update() -> None:
     case = models.make_decoder()
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = adamw(model)
         train(case, model, optimizer, range(3), report)
         assert model.head.weight is model.embed.weight
@@ -128,7 +128,7 @@ class Sometimes(nn.Module):
 def test_a_parameter_unused_in_one_step_and_used_in_the_next(
     set_to_none: bool, optimizer_class: type
 ) -> None:
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = optimizer_class(model.parameters(), lr=0.01, weight_decay=0.1)
         for step, use in enumerate([True, False, True, False, False, True]):
             model.use = use
@@ -191,7 +191,7 @@ def test_unusual_parameters(name: str, share: float) -> None:
         "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
     }
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = optimizers[name](list(model.parameters()))
         for step in range(3):
             optimizer.zero_grad()
@@ -212,7 +212,7 @@ def test_unusual_parameters(name: str, share: float) -> None:
 def test_the_gradient_of_a_parameter_can_be_read_assigned_and_deleted() -> None:
     case = models.make_mlp()
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         weight = model[2].weight
         report("before", weight.grad is None)
         train_step(case, model, 0)
@@ -256,7 +256,7 @@ def test_the_gradient_of_a_parameter_can_be_read_assigned_and_deleted() -> None:
 def test_gradients_used_after_zero_grad_keep_their_values() -> None:
     case = models.make_mlp()
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = adamw(model)
         train_step(case, model, 0)
         views = [p.grad[:3] for p in model.parameters() if p.grad is not None]
@@ -273,10 +273,10 @@ def test_gradients_used_after_zero_grad_keep_their_values() -> None:
 def test_create_graph_keeps_gradients_differentiable() -> None:
     case = models.make_mlp(depth=2)
 
-    def make_small() -> nn.Module:
+    def make_small() -> Any:
         return models.make_mlp(depth=2).model
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(2):
             optimizer.zero_grad()
@@ -295,7 +295,7 @@ def test_create_graph_keeps_gradients_differentiable() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_backward_with_create_graph() -> None:
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(2):
             optimizer.zero_grad()
@@ -315,7 +315,7 @@ def test_backward_with_create_graph() -> None:
 def test_autograd_grad_with_respect_to_paged_parameters(checkpointing: str) -> None:
     case = models.make_decoder(checkpointing)
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         batch = case.make_batch(0)
         loss = case.loss(model(*batch[0]), batch)
         extra = nn.Parameter(torch.ones(3))
@@ -334,7 +334,7 @@ def test_autograd_grad_with_respect_to_paged_parameters(checkpointing: str) -> N
 def test_hooks_on_parameters_fire_as_before() -> None:
     case = models.make_mlp()
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         seen: list[str] = []
         weight = model[2].weight
         handle = weight.register_hook(lambda grad: grad * 2)
@@ -353,7 +353,7 @@ def test_an_optimizer_step_inside_a_gradient_hook() -> None:
     """A user's own optimizer-in-backward: a hook reads and frees the gradient as soon as it is there."""
     case = models.make_mlp()
 
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         def update(param: Tensor) -> None:
             with torch.no_grad():
                 param.add_(param.grad, alpha=-0.1)
@@ -369,7 +369,7 @@ def test_an_optimizer_step_inside_a_gradient_hook() -> None:
 
 
 def test_a_gradient_of_zero_size_batches_and_of_functional_calls() -> None:
-    def script(model: nn.Module, report: Report) -> None:
+    def script(model: Any, report: Report) -> None:
         F.linear(torch.zeros(0, 96), model.first.weight).sum().backward()
         report("zero batch", model.first.weight.grad)
         weights = {name: param * 2 for name, param in model.named_parameters()}

@@ -1,0 +1,460 @@
+"""Case 33: exceptions and Ctrl-C in forward, in backward, in a data loader and anywhere inside ``optimizer.step()``.
+
+Training on afterwards equals the run that was not interrupted; a step that was interrupted is finished, not repeated.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pager
+from pager.optim.update import Update
+from tests import models
+from tests.cases.same import check_equal, check_same, manage, Report, train, train_step
+
+
+class Stop(BaseException):
+    """Our Ctrl-C, which pytest does not take for its own."""
+
+
+class Bomb:
+    """Raises ``error`` at its ``at``-th call (from 0), once."""
+
+    def __init__(self, at: int, error: type[BaseException] = Stop) -> None:
+        self.left = at
+        self.error = error
+        self.fired = False
+
+    def tick(self) -> None:
+        if self.left == 0 and not self.fired:
+            self.fired = True
+            raise self.error("boom")
+        self.left -= 1
+
+
+class Fused(nn.Module):
+    """A layer whose forward or backward may go off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(4))
+        self.bomb: Bomb | None = None
+        self.where = "forward"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if self.bomb is not None and self.where == "forward":
+                self.bomb.tick()
+            if self.bomb is not None and self.where == "backward" and x.requires_grad:
+                x.register_hook(lambda grad: self.bomb.tick())  # type: ignore[union-attr]
+        return x
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", [Stop, ValueError])
+def test_interrupted_forward_and_backward(where: str, error: type[BaseException]) -> None:
+    def script(model: Any, report: Report) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model.where = where
+        for step in range(6):
+            x = torch.full((2, 96), 0.1 * (step + 1))
+            model.bomb = Bomb(step % 4, error) if step in (2, 3, 5) else None
+            optimizer.zero_grad()
+            try:
+                model(x).square().sum().backward()
+            except error:
+                report("grads", [p.grad for p in model.parameters()])
+                report("weights", list(model.parameters()))
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+            optimizer.step()
+            report("weights", list(model.parameters()))
+
+    check_same(Fused, script, share=0.3)
+
+
+def test_an_error_in_the_data_loader() -> None:
+    case = models.make_mlp()
+
+    def batches(broken: bool) -> Any:
+        for step in range(4):
+            if broken and step == 2:
+                raise OSError("no such file")
+            yield step
+
+    def script(model: Any, report: Report) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for broken in (True, False):
+            try:
+                for step in batches(broken):
+                    train(case, model, optimizer, [step], report)
+            except OSError:
+                report("weights", list(model.parameters()))
+
+    check_same(lambda: models.make_mlp().model, script)
+
+
+def test_an_error_in_the_middle_of_accumulation_keeps_what_was_accumulated() -> None:
+    def script(model: Any, report: Report) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for micro in range(4):
+            model.bomb = Bomb(1) if micro == 2 else None
+            try:
+                model(torch.full((2, 96), 0.1 * (micro + 1))).square().sum().backward()
+            except Stop:
+                report("grads", [p.grad for p in model.parameters()])
+        optimizer.step()
+        report("weights", list(model.parameters()))
+
+    check_same(Fused, script, share=0.3)
+
+
+class Fragile(torch.optim.Optimizer):
+    """AdamW-like, slow to the eye: it ticks a bomb between its operations, also half way through a tensor."""
+
+    bomb: Bomb | None = None
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "decay": 0.1})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                    state["n"] = 0
+                self._tick()
+                p.grad.add_(p, alpha=group["decay"])  # in place, as coupled decay often is
+                self._tick()
+                state["m"].mul_(0.9).add_(p.grad)
+                state["n"] += 1
+                self._tick()
+                p.sub_(state["m"], alpha=group["lr"] / state["n"])
+                self._tick()
+
+    def _tick(self) -> None:
+        if Fragile.bomb is not None:
+            Fragile.bomb.tick()
+
+
+@pytest.fixture(autouse=True)
+def _no_bomb() -> Any:
+    yield
+    Fragile.bomb = None
+
+
+def expected_run(steps: int) -> tuple[Any, torch.optim.Optimizer]:
+    """The uninterrupted run."""
+    case = models.make_mlp(depth=1)
+    optimizer = Fragile(case.model.parameters())
+    train(case, case.model, optimizer, range(steps))
+    return case.model, optimizer
+
+
+def interrupted_run(at: int, after: Callable[[Any, torch.optim.Optimizer], None]) -> tuple[Any, Any, bool]:
+    """Interrupt the second step at the ``at``-th operation; ``after`` is what the user then does."""
+    case = models.make_mlp(depth=1)
+    model = manage(case.model, share=0.3)
+    optimizer = Fragile(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        train_step(case, model, step)
+        Fragile.bomb = bomb = Bomb(at) if step == 1 else Bomb(10**6)
+        try:
+            optimizer.step()
+        except Stop:
+            Fragile.bomb = None
+            after(model, optimizer)
+        if step == 1:
+            fired = bomb.fired
+        Fragile.bomb = None
+    return model, optimizer, fired
+
+
+def step_again(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Calls ``step()`` again: the rest of the units."""
+    optimizer.step()
+
+
+def go_on(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Goes on with the next batch: the next read of anything finishes the step."""
+
+
+def change_lr_and_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The step is finished with the values that it began with."""
+    for group in optimizer.param_groups:
+        group["lr"] = 1e6
+    model(torch.zeros(1, 96))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+
+
+def save(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Saves what it has; a checkpoint never holds half a step."""
+    check_equal(dict(expected_run(2)[0].state_dict()), dict(model.state_dict()), "saved model")
+    check_equal(expected_run(2)[1].state_dict()["state"], optimizer.state_dict()["state"], "saved optimizer")
+
+
+def count_operations() -> int:
+    """How many places there are to interrupt one step."""
+    counted = Bomb(10**6)
+    case = models.make_mlp(depth=1)
+    model = manage(case.model, share=0.3)
+    optimizer = Fragile(model.parameters())
+    train(case, model, optimizer, range(1))  # probes and makes state
+    train_step(case, model, 1)
+    Fragile.bomb = counted
+    optimizer.step()
+    Fragile.bomb = None
+    model.pager.close()
+    return 10**6 - counted.left
+
+
+@pytest.mark.parametrize("after", [step_again, go_on, change_lr_and_step, save])
+def test_a_step_interrupted_anywhere_is_finished_not_repeated(after: Callable[..., None]) -> None:
+    plain, plain_optimizer = expected_run(3)
+    num = count_operations()
+    assert num >= 24
+    places = range(num) if after is go_on else range(0, num, 5)
+    for at in places:
+        model, optimizer, fired = interrupted_run(at, after)
+        assert fired, at
+        model.pager.close()
+        check_equal(dict(plain.state_dict()), dict(model.state_dict()), f"interrupted at {at}")
+        check_equal(plain_optimizer.state_dict()["state"], optimizer.state_dict()["state"], f"state, at {at}")
+
+
+@pytest.mark.parametrize("phase", ["_commit", "_compute", "_done"])
+def test_interrupts_between_the_phases_of_a_unit(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before or after each phase of each unit, the small unit included."""
+    from pager.optim import update as module
+
+    case, twin = models.make_mlp(depth=1), models.make_mlp(depth=1)
+    plain = torch.optim.AdamW(twin.model.parameters(), lr=0.01)
+    train(twin, twin.model, plain, range(8))
+    model = manage(case.model, share=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    fired = 0
+    for step in range(8):
+        optimizer.zero_grad()
+        train_step(case, model, step)
+        bomb = Bomb(step, Stop)
+        with monkeypatch.context() as patched:
+            for cls in (module._PagedUnit, module._SmallUnit):
+                original = getattr(cls, phase, None)
+                if original is None:
+                    continue
+
+                def wrapped(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+                    if step % 2:
+                        bomb.tick()
+                        return original(self, *args, **kwargs)
+                    result = original(self, *args, **kwargs)
+                    bomb.tick()
+                    return result
+
+                patched.setattr(cls, phase, wrapped)
+            try:
+                optimizer.step()
+            except Stop:
+                fired += 1
+        if step % 3:
+            optimizer.step() if bomb.fired else None
+    assert fired >= 3
+    model.pager.close()
+    check_equal(dict(twin.model.state_dict()), dict(model.state_dict()), phase)
+    check_equal(plain.state_dict()["state"], optimizer.state_dict()["state"], phase)
+
+
+@pytest.mark.parametrize("at", [0, 3, 9, 17])
+def test_interrupts_in_the_engine_during_a_step(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C lands in the middle of a fault: before pages are acquired, and after."""
+    from pager.engine.engine import Engine
+
+    case, twin = models.make_mlp(depth=1), models.make_mlp(depth=1)
+    plain = torch.optim.AdamW(twin.model.parameters(), lr=0.01)
+    train(twin, twin.model, plain, range(4))
+    model = manage(case.model, share=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    original = Engine.acquire
+    for step in range(4):
+        optimizer.zero_grad()
+        train_step(case, model, step)
+        bomb = Bomb(at)
+
+        def acquire(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if step == 1:
+                bomb.tick()
+            run = original(self, *args, **kwargs)
+            if step == 2:
+                try:
+                    bomb.tick()
+                except Stop:
+                    self.release(run)
+                    raise
+            return run
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "acquire", acquire)
+            try:
+                optimizer.step()
+            except Stop:
+                pass
+        assert bomb.fired == (step in (1, 2))
+    model.pager.close()
+    check_equal(dict(twin.model.state_dict()), dict(model.state_dict()), "weights")
+    check_equal(plain.state_dict()["state"], optimizer.state_dict()["state"], "state")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_stay_until_the_interrupted_step_is_done(set_to_none: bool) -> None:
+    """`zero_grad` right after the interrupt must not take away what the step still needs."""
+    plain, plain_optimizer = expected_run(2)
+    case = models.make_mlp(depth=1)
+    model = manage(case.model, share=0.3)
+    optimizer = Fragile(model.parameters())
+    train(case, model, optimizer, range(1))
+    optimizer.zero_grad()
+    train_step(case, model, 1)
+    Fragile.bomb = Bomb(5)
+    with pytest.raises(Stop):
+        optimizer.step()
+    Fragile.bomb = None
+    optimizer.zero_grad(set_to_none=set_to_none)
+    model.pager.close()
+    check_equal(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+    check_equal(plain_optimizer.state_dict()["state"], optimizer.state_dict()["state"], "state")
+
+
+def test_close_finishes_an_interrupted_step() -> None:
+    plain, _ = expected_run(2)
+    case = models.make_mlp(depth=1)
+    model = manage(case.model, share=0.3)
+    optimizer = Fragile(model.parameters())
+    train(case, model, optimizer, range(1))  # probes the class, which would set the bomb off
+    optimizer.zero_grad()
+    train_step(case, model, 1)
+    Fragile.bomb = Bomb(7)
+    with pytest.raises(Stop):
+        optimizer.step()
+    Fragile.bomb = None
+    model.pager.close()
+    check_equal(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+
+
+def test_an_error_in_a_step_hook_before_the_step_leaves_all_as_it_was() -> None:
+    case = models.make_mlp()
+
+    def script(model: Any, report: Report) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def veto(*args: Any) -> None:
+            raise RuntimeError("veto")
+
+        train(case, model, optimizer, range(1))
+        train_step(case, model, 1)
+        handle = optimizer.register_step_pre_hook(veto)
+        with pytest.raises(RuntimeError, match="veto"):
+            optimizer.step()
+        handle.remove()
+        report("weights", list(model.parameters()))
+        report("state", copy.deepcopy(optimizer.state_dict()))
+        train(case, model, optimizer, range(2, 4), report)
+
+    check_same(lambda: models.make_mlp().model, script)
+
+
+def test_an_error_in_a_closure_or_post_hook() -> None:
+    case = models.make_mlp()
+
+    def script(model: Any, report: Report) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def bad() -> Tensor:
+            train_step(case, model, 0)
+            raise RuntimeError("closure")
+
+        def post(*args: Any) -> None:
+            raise RuntimeError("post")
+
+        with pytest.raises(RuntimeError, match="closure"):
+            optimizer.step(bad)
+        report("weights", list(model.parameters()))
+        handle = optimizer.register_step_post_hook(post)
+        with pytest.raises(RuntimeError, match="post"):
+            optimizer.step()
+        handle.remove()
+        report("weights", list(model.parameters()))
+        train(case, model, optimizer, range(2, 4), report)
+
+    check_same(lambda: models.make_mlp().model, script)
+
+
+def test_a_host_that_cannot_take_a_write_back_says_so_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pager.engine.transfer import Transfers
+
+    case, twin = models.make_mlp(), models.make_mlp()
+    plain = torch.optim.AdamW(twin.model.parameters(), lr=0.01)
+    train(twin, twin.model, plain, range(4))
+    model = manage(case.model, share=0.3, prefetch_distance=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    original = Transfers.page_out
+    for step in range(4):
+        bomb = Bomb(3, pager.PagerError)
+
+        def page_out(self: Any, run: Any) -> Any:
+            bomb.tick()
+            return original(self, run)
+
+        with monkeypatch.context() as patched:
+            if step in (1, 2):
+                patched.setattr(Transfers, "page_out", page_out)
+            while True:
+                try:
+                    optimizer.zero_grad()
+                    train_step(case, model, step)
+                    break
+                except pager.PagerError:
+                    assert bomb.fired
+            try:
+                optimizer.step()
+            except pager.PagerError:
+                optimizer.step()
+    model.pager.close()
+    check_equal(dict(twin.model.state_dict()), dict(model.state_dict()), "weights")
+
+
+def test_update_is_the_one_that_was_interrupted() -> None:
+    """The second ``step()`` goes on with the same update, it does not begin another."""
+    case = models.make_mlp(depth=1)
+    model = manage(case.model, share=0.3)
+    optimizer = Fragile(model.parameters())
+    train(case, model, optimizer, range(1))
+    train_step(case, model, 1)
+    Fragile.bomb = Bomb(6)
+    with pytest.raises(Stop):
+        optimizer.step()
+    Fragile.bomb = None
+    begun = model.pager._runtime.optimizers[0].update
+    assert isinstance(begun, Update)
+    assert begun.todo
+    optimizer.step()
+    assert not begun.todo
+    assert model.pager.statistics().num_steps == 2
+    model.pager.close()
