@@ -28,6 +28,7 @@ import numpy as np
 from pager.page_table import PageState
 
 if TYPE_CHECKING:
+    from pager.device.base import Stream
     from pager.engine.engine import Engine
     from pager.engine.run import Run
 
@@ -133,6 +134,7 @@ class Reclaimer:
         for position, run in enumerate(leaving):
             success = False
             event: Any = None
+            users: list[Stream] = []
             try:
                 engine.note_uses(run)
                 event = engine.transfers.page_out(run)
@@ -148,7 +150,11 @@ class Reclaimer:
                         # Who writes next must not do so under the copy; the copy itself waited for the rest.
                         run.ready = event
                         run.waited.clear()
+                        users = list(run.users.values()) if run.pins else []
                     engine.changed.notify_all()
+            for stream in users:
+                # A view that is alive is written to without another fault.
+                stream.wait(event)
 
     def _is_dirty(self, run: Run) -> bool:
         return not run.orphan and int(self._engine.table.state[run.begin]) == PageState.DIRTY

@@ -279,6 +279,7 @@ class EngineModel(RuleBasedStateMachine):
     def everything_has_a_good_copy(self) -> None:
         """With all copies done, homes of clean and absent pages are good, and so are the frames of dirty ones."""
         rig = self.rig
+        rig.engine.drain()
         rig.device.h2d.synchronize()
         rig.device.d2h.synchronize()
         for index, newest in self.newest.items():

@@ -191,6 +191,18 @@ def in_place_write_after_a_write_back(skip: Skip, folder: Path) -> None:
     rig.close()
 
 
+def write_through_a_view_after_a_write_back(skip: Skip, folder: Path) -> None:
+    """A view that is alive must not be written to under the copy that cleans its run."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip)
+    rig.write(0, ~values[0])
+    _, held = rig.lease(0)
+    rig.engine.flush(rig.segments)
+    rig.write_through(0, held, values[0])
+    del held
+    check_bytes(rig.home_value(0), values[0], "written twice")
+    rig.close()
+
+
 # -- closing ---------------------------------------------------------------------------------------------------
 
 

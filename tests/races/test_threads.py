@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import pager
+from pager.config import Checks
 from pager.device.simulated import SimulatedDevice
 from pager.engine.pagerd import Pagerd
 from pager.errors import TierIOError
@@ -278,6 +281,43 @@ def test_a_fault_waits_for_frames_that_another_thread_is_emptying(
     del held
 
 
+def test_a_fault_looks_again_when_the_emptying_ended_while_it_looked(
+    disk_rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, values = disk_rig
+    _, held = rig.lease(2)
+    rig.write(0, ~values[0])
+    gate = stop_at(monkeypatch, rig.transfers, "page_out")
+    evictor = Worker(lambda: rig.evict(0))
+    gate.wait_until_reached()
+    make_room = rig.engine.reclaimer.make_room
+
+    def make_room_too_early(*args: Any, **kwargs: Any) -> bool:
+        found = make_room(*args, **kwargs)
+        gate.open()
+        evictor.result()
+        return found
+
+    monkeypatch.setattr(rig.engine.reclaimer, "make_room", make_room_too_early)
+    run = rig.engine.acquire(rig.segments[1], 0, 1)
+    rig.engine.release(run)
+    np.testing.assert_array_equal(rig.read(1), values[1])
+    del held
+
+
+def test_a_prefetch_does_not_wait_for_a_write_back(disk_rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, values = disk_rig
+    _, held = rig.lease(2)
+    rig.write(0, ~values[0])
+    gate = stop_at(monkeypatch, rig.transfers, "page_out")
+    evictor = Worker(lambda: rig.evict(0))
+    gate.wait_until_reached()
+    assert rig.prefetch(1) is False
+    gate.open()
+    evictor.result()
+    del held
+
+
 def test_a_failed_write_back_of_two_leaves_both_dirty(disk_rig: DiskRig) -> None:
     rig, values = disk_rig
     assert rig.disk is not None
@@ -413,3 +453,32 @@ def test_the_engines_lock_is_not_held_over_a_copy_or_the_disk(tmp_path: Path, mo
     assert device.num_copies > 8
     assert len(disk_calls) > 8
     rig.close()
+
+
+# -- closing ---------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_closed_while_its_pagerd_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = Checks(streams="late", happens_before=True, poison=True, daemon="thread")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(4)))
+    before = [param.detach().clone() for param in model.parameters()]
+    pager.manage(model, device="cpu", page_size="16KiB", device_budget="144KiB", checks=checks)
+    runtime = model.pager._runtime
+    with torch.no_grad():
+        model(torch.ones(1, 96))
+    gate = stop_at(monkeypatch, runtime.engine.transfers, "page_in")
+    order = [runtime.engine.space.segments[index] for index in range(4)]
+    rows = [
+        AccessRow(tick, segment.index, 0, segment.num_pages, False, Phase.FORWARD) for tick, segment in enumerate(order)
+    ]
+    with runtime.engine.lock:
+        runtime.engine.timeline.follow(AccessTrace.from_rows(rows))
+        runtime.engine.horizon = 0
+    runtime.pagerd.notify()
+    gate.wait_until_reached()
+    closer = Worker(model.pager.close)
+    assert closer.is_running
+    gate.open()
+    closer.result()
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
