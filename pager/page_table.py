@@ -88,8 +88,7 @@ class PageTable:
             self.pins = _resized(self.pins, capacity, 0)
         self.num_pages = num_pages
 
-    # -- homes
-    # -----------------------------------------------------------------------------------------------------
+    # -- homes -------------------------------------------------------------------------------------
 
     def settle(self, begin: int, end: int, home: Home, home_frame: int) -> None:
         """Give pages their home. On the device no other frame is needed (``home_frame`` is -1)."""
@@ -101,8 +100,7 @@ class PageTable:
         self._check("store_home", begin, end, (PageState.EMPTY, PageState.ABSENT))
         self.state[begin:end] = PageState.ABSENT
 
-    # -- towards the device
-    # ----------------------------------------------------------------------------------------
+    # -- towards the device ------------------------------------------------------------------------
 
     def begin_page_in(self, begin: int, end: int, frame: int) -> None:
         """ABSENT -> ARRIVING, in the frames from ``frame`` on."""
@@ -128,8 +126,7 @@ class PageTable:
         self._check("mark_dirty", begin, end, (PageState.CLEAN, PageState.LEAVING, PageState.DIRTY))
         self.state[begin:end] = PageState.DIRTY
 
-    # -- away from the device
-    # --------------------------------------------------------------------------------------
+    # -- away from the device ----------------------------------------------------------------------
 
     def begin_page_out(self, begin: int, end: int) -> None:
         """DIRTY -> LEAVING; only for pages whose home is below the device."""
@@ -162,8 +159,7 @@ class PageTable:
         self.state[begin:end] = PageState.EMPTY
         self.frame[begin:end] = -1
 
-    # -- pins
-    # --------------------------------------------------------------------------------------------------------
+    # -- pins --------------------------------------------------------------------------------------
 
     def pin(self, begin: int, end: int) -> None:
         """The pages may not move until :meth:`unpin`; they must have frames."""
@@ -176,8 +172,7 @@ class PageTable:
             raise PagerInternalError(f"unpin: pages {begin}..{end} are not all pinned")
         self.pins[begin:end] -= 1
 
-    # -- questions
-    # -----------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def has_value(self, begin: int, end: int) -> bool:
         """Whether every page of the range has a good copy somewhere."""

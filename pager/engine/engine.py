@@ -91,8 +91,7 @@ class Engine:
         self._released: queue.SimpleQueue[Run] = queue.SimpleQueue()
         self._evicted_once: set[int] = set()
 
-    # -- segments
-    # --------------------------------------------------------------------------------------------------------
+    # -- segments ----------------------------------------------------------------------------------
 
     def register(self, segment: Segment, version: Callable[[], int]) -> None:
         """Make a segment known; ``version`` answers the version counter of its tensor."""
@@ -148,8 +147,7 @@ class Engine:
         event = h2d.record()
         return {event.stream.index: event}
 
-    # -- faults
-    # ------------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def acquire(self, segment: Segment, first: int, num_pages: int, *, overwrite: bool = False) -> Run:
         """Pin pages on the device and make the current stream wait for them.
@@ -352,8 +350,7 @@ class Engine:
                 if self.moves:
                     self.changed.wait()
 
-    # -- leases
-    # ------------------------------------------------------------------------------------------------------------
+    # -- leases ------------------------------------------------------------------------------------
 
     def lease(self, run: Run) -> torch.Tensor:
         """The pinned run as a fresh uint8 tensor; takes over one pin, given back when its last view dies."""
@@ -418,8 +415,7 @@ class Engine:
             self.table.mark_dirty(run.begin, run.end)
             run.version = self._versions[run.segment.index]()
 
-    # -- many at once
-    # ------------------------------------------------------------------------------------------------------
+    # -- many at once ------------------------------------------------------------------------------
 
     def acquire_all(self, wanted: Sequence[tuple[Segment, int, int, bool]], what: str) -> list[Run]:
         """Acquire several ranges (segment, first page, pages, overwrite) for one operation, all or none.
@@ -467,8 +463,7 @@ class Engine:
             f"{format_bytes(max(need - largest, page_size))}, or drop views of managed tensors that you keep."
         )
 
-    # -- values
-    # ------------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def store(self, segment: Segment, source: torch.Tensor) -> None:
         """Give the segment the bytes of ``source`` (uint8, on any device), at its home. No device copy may
@@ -559,8 +554,7 @@ class Engine:
             for run in self._runs[segment.index]:
                 run.wired = True
 
-    # -- background
-    # ----------------------------------------------------------------------------------------------------
+    # -- background --------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """pagerd could not go on; the next access, step or close raises ``error``."""

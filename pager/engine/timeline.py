@@ -64,8 +64,7 @@ class Timeline:
         self._num_pages: list[int] = []
         self._phases: list[int] = []
 
-    # -- the trace
-    # -----------------------------------------------------------------------------------------------------
+    # -- the trace ---------------------------------------------------------------------------------
 
     def resize(self, num_segments: int) -> None:
         """Segments are 0 .. num_segments-1 from now on."""
@@ -99,8 +98,7 @@ class Timeline:
         # Written from the farthest to the nearest, so the nearest access of each segment stays.
         self._next_use[self.trace.segment[order]] = ahead + (self.position - row)
 
-    # -- following
-    # -----------------------------------------------------------------------------------------------------
+    # -- following ---------------------------------------------------------------------------------
 
     def new_tick(self) -> None:
         """The accesses that follow belong to one operation."""
@@ -182,8 +180,7 @@ class Timeline:
         self._tick = -1
         return rows
 
-    # -- the future
-    # ------------------------------------------------------------------------------------------------------
+    # -- the future --------------------------------------------------------------------------------
 
     def next_use(self, segment: int) -> int:
         """The absolute position of a segment's next expected use."""

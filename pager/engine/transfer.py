@@ -75,8 +75,7 @@ class Transfers:
         self._home_read: dict[int, Event] = {}
         self._bounce = _Bounce(EXTENT_BYTES) if disk is not None else None
 
-    # -- device <- home
-    # ------------------------------------------------------------------------------------------------
+    # -- device <- home ----------------------------------------------------------------------------
 
     def page_in(self, run: Run) -> None:
         """Enqueue the copies that fill ``run``; sets ``run.ready``. Raises TierIOError if the disk fails."""
@@ -117,8 +116,7 @@ class Transfers:
         finally:
             bounce.release(event)
 
-    # -- device -> home
-    # ------------------------------------------------------------------------------------------------
+    # -- device -> home ----------------------------------------------------------------------------
 
     def page_out(self, run: Run) -> Event | None:
         """Enqueue the copies of ``run`` to its home; the event after which the home is good.
@@ -165,8 +163,7 @@ class Transfers:
         finally:
             bounce.release()
 
-    # -- the host's own access to homes
-    # --------------------------------------------------------------------------------
+    # -- the host's own access to homes ------------------------------------------------------------
 
     def home_bytes(self, segment: Segment, *, write: bool) -> torch.Tensor | None:
         """The segment's home in host memory as uint8, after waiting for copies under way; None if it is

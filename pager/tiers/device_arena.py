@@ -76,8 +76,7 @@ class DeviceArena:
         self._slabs: list[_Slab] = []
         self._next_frame = 0
 
-    # -- slabs
-    # ---------------------------------------------------------------------------------------------------------
+    # -- slabs -------------------------------------------------------------------------------------
 
     @property
     def capacity_bytes(self) -> int:
@@ -159,8 +158,7 @@ class DeviceArena:
                 return slab
         raise PagerInternalError(f"device arena: no frame {frame}")
 
-    # -- runs
-    # ------------------------------------------------------------------------------------------------------------
+    # -- runs --------------------------------------------------------------------------------------
 
     def take_free(self, num_frames: int, owner: Any) -> tuple[int, Fence] | None:
         """Take the smallest free block that holds ``num_frames``; None if there is none."""
