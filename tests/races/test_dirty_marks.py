@@ -113,6 +113,18 @@ def optimizer_writes_to_the_gradient() -> None:
     check_tensors(grads[:1], grads[1:], "gradient after the step")
 
 
+def unscale_a_gradient() -> None:
+    """What GradScaler does: torch writes to the gradients without counting it."""
+    layer = make_managed_layer(skip_only(None))
+    layer(torch.ones(1, 96)).sum().backward()
+    send_home(layer)
+    assert layer.weight.grad is not None
+    torch._amp_foreach_non_finite_check_and_unscale_([layer.weight.grad], torch.zeros(1), torch.full((1,), 0.25))
+    send_home(layer)
+    check_tensors([layer.weight.grad + 0], [torch.full((96, 96), 0.25)], "gradient")
+    layer.pager.close()
+
+
 def train() -> None:
     """Three steps of Adam, as plain torch takes them."""
     train_over_host(skip_only(None), None)  # type: ignore[arg-type]
@@ -139,8 +151,9 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "engine/engine.py:Engine.mark_dirty:mark_dirty": write_in_place,
     "mmu/gradient.py:Gradients._add:bump_version": accumulate_a_gradient_at_home,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,
-    "optim/update.py:_PagedUnit.run:mark_dirty": optimizer_writes_to_the_gradient,
-    "optim/update.py:_PagedUnit._commit:mark_dirty": train,
+    "mmu/mmu.py:_count_writes:bump_version": unscale_a_gradient,
+    "optim/update.py:_PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
+    "optim/update.py:_PagedUnit._commit:mark_dirty#2": train,
     "optim/update.py:_PagedUnit._commit:bump_version": train,
 }
 
@@ -150,6 +163,10 @@ def test_a_dirty_mark_left_out_is_noticed(site: str, monkeypatch: pytest.MonkeyP
     leave_out(monkeypatch, site)
     with pytest.raises(WrongBytes):
         CONTROLS[site]()
+
+
+def test_every_mark_has_a_control() -> None:
+    assert CONTROLS.keys() == set(MARKS.values())
 
 
 @pytest.mark.parametrize("scenario", dict.fromkeys(CONTROLS.values()), ids=lambda scenario: scenario.__name__)
