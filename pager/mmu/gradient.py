@@ -69,6 +69,7 @@ class Gradients:
     def _add(self, binding: Binding, grad: torch.Tensor) -> None:
         slot = binding.gradient
         assert slot is not None
+        self._mmu.before_access()
         self.generation += 1
         if grad.dtype != slot.segment.dtype:
             raise ConfigError(
@@ -111,9 +112,7 @@ class Gradients:
         slot = binding.gradient
         if slot is not None and value is slot.tensor:
             return
-        if self._mmu.finish_pending is not None:
-            # An interrupted update still needs the gradients.
-            self._mmu.finish_pending()
+        self._mmu.before_access()  # an interrupted update still needs the gradients
         self.generation += 1
         if value is None or slot is None:
             binding.set_raw_grad(value)

@@ -42,9 +42,8 @@ class Mmu:
         self.lock = threading.RLock()
         self.closed = False
         self.bindings: dict[int, Binding] = {}
-        # Set while an interrupted optimizer step waits to be finished; called before anything reads a value.
-        self.finish_pending: Callable[[], None] | None = None
-        self.before_access: Callable[[], None] = _nothing
+        # Interrupted optimizer steps: each is finished before anything reads or writes a value.
+        self.unfinished: list[Callable[[], None]] = []
         self.aliases = HomeAliases(self)
         self.gradients: Gradients
         # Where a segment's next forward use lies in the trace; the order of the optimizer's update.
@@ -64,8 +63,7 @@ class Mmu:
         self.bindings.pop(segment.index, None)
         self.engine.unregister(segment)
 
-    # -- one operation
-    # -----------------------------------------------------------------------------------------------------
+    # -- one operation -----------------------------------------------------------------------------
 
     def run(
         self,
@@ -91,6 +89,11 @@ class Mmu:
         finally:
             self.exit(bindings)
             leases.clear()  # a traceback may keep this frame alive
+
+    def before_access(self) -> None:
+        """Finish optimizer steps that were interrupted: nobody sees or disturbs half a step."""
+        for finish in tuple(self.unfinished):
+            finish()
 
     def enter(self, bindings: Sequence[Binding], what: str) -> list[torch.Tensor]:
         """Make the tensors resident and point them at their frames; returns the leases that hold them."""
@@ -142,8 +145,7 @@ class Mmu:
                     )
                 )
 
-    # -- single tensors
-    # ----------------------------------------------------------------------------------------------------
+    # -- single tensors ----------------------------------------------------------------------------
 
     def fault(
         self, binding: Binding, phase: int, *, overwrite: bool = False, what: str = "an access"
@@ -244,7 +246,3 @@ def _count_writes(
     finally:
         for binding in bindings:
             binding.bump_version()
-
-
-def _nothing() -> None:
-    return

@@ -101,8 +101,7 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
     ``alias``: over the home itself where that is host memory. A tensor without a value gives NaN of its shape
     (torch would give uninitialised memory).
     """
-    if mmu.finish_pending is not None:
-        mmu.finish_pending()
+    mmu.before_access()
     segment = binding.segment
     if not has_value(mmu, binding):
         return binding.phantom.cpu().contiguous()
@@ -150,8 +149,7 @@ def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
     """
     segment = binding.segment
     engine = mmu.engine
-    if mmu.finish_pending is not None:
-        mmu.finish_pending()
+    mmu.before_access()
     if engine.has_value(segment):
         engine.discard(segment)
     engine.store(segment, storage_bytes(source, segment.size, segment.stride, segment.num_bytes))

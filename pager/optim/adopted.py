@@ -79,8 +79,7 @@ class AdoptedOptimizer:
             raise PagerInternalError("the adopted optimizer is gone")
         return optimizer
 
-    # -- what it knows of its parameters
-    # -----------------------------------------------------------------------------------
+    # -- what it knows of its parameters -----------------------------------------------------------
 
     def binding_of(self, param: torch.Tensor) -> Binding | None:
         """The parameter's binding, None if it is an ordinary tensor."""
@@ -154,8 +153,7 @@ class AdoptedOptimizer:
         """Whether a parameter is small enough to be brought in whole for its update."""
         return segment.num_pages * segment.page_size <= self.engine.arena.capacity_bytes // _WHOLE_SHARE
 
-    # -- state
-    # -------------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def paged_states(self, binding: Binding) -> dict[str, Binding]:
         """The parameter's paged states by key; do not change it."""
@@ -209,8 +207,7 @@ class AdoptedOptimizer:
                         # Scalars such as Adam's step stay where the optimizer put them.
                         self.optimizer.state[param][key] = value.to(device)
 
-    # -- a step
-    # ------------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """The user called ``step()``: remember the values it begins with. An interrupted step is taken up
@@ -231,12 +228,17 @@ class AdoptedOptimizer:
         update = self.update
         if update is None or not update.todo:
             return
-        pending, self.mmu.finish_pending = self.mmu.finish_pending, None
+        # What runs below reads and writes values, and must not come back here.
+        others = [finish for finish in self.mmu.unfinished if finish != self.finish]
+        self.mmu.unfinished = []
         try:
             update.finish()
         except BaseException:
-            self.mmu.finish_pending = pending or self.finish
+            update.keep_gradients()
+            others.append(self.finish)
             raise
+        finally:
+            self.mmu.unfinished = others
 
     def end_step(self) -> None:
         """``step()`` is over: everything is updated."""

@@ -57,8 +57,8 @@ class Update:
         self.attributes = snapshot_attributes(optimizer)
         self.groups = [snapshot_group(group) for group in optimizer.param_groups]
         # GradScaler hands its scale to a fused step, which then divides the gradients in place, and some classes
-        # write to them too: here those are copies, since an interrupted unit is computed again.
-        self.copies_gradients = self.attributes.get("grad_scale") is not None
+        # write to them too: then the copies that were stepped go back into the gradients.
+        self.writes_gradients = self.attributes.get("grad_scale") is not None
         adopted.page_existing_state()
         self.todo: deque[_SmallUnit | _PagedUnit] = deque(self._units())
 
@@ -71,7 +71,7 @@ class Update:
                 binding = adopted.binding_of(param)
                 if binding is None:
                     if param.grad is not None:
-                        small.members.append((group_index, param))
+                        small.members.append((group_index, param, param.grad))
                     continue
                 binding.mmu.gradients.take_from_graph(binding)
                 slot = binding.gradient
@@ -86,7 +86,7 @@ class Update:
         adopted = self.adopted
         segment = binding.segment
         probed = adopted.probed(self.groups[group_index], binding)
-        self.copies_gradients |= probed.writes_gradients
+        self.writes_gradients |= probed.writes_gradients
         progress = _Progress(binding, group_index)
         if probed.cut is not Cut.SLICEABLE or not segment.dense:
             progress.num_units = 1
@@ -98,6 +98,12 @@ class Update:
             _PagedUnit(progress, begin, min(begin + per_unit, segment.num_elements), sliced=True)
             for begin in starts
         ]
+
+    def keep_gradients(self) -> None:
+        """After an interrupt: copies of ordinary gradients, which no door keeps users from zeroing."""
+        for unit in self.todo:
+            if isinstance(unit, _SmallUnit):
+                unit.members = [(index, param, grad.clone()) for index, param, grad in unit.members]
 
     def finish(self) -> None:
         """Do what is left to do. May be called again after an exception."""
@@ -135,7 +141,9 @@ class _Progress:
 class _SmallUnit:
     """All tensors under a page: ordinary tensors, stepped in one call per group as torch would."""
 
-    members: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    members: list[tuple[int, torch.Tensor, torch.Tensor]] = field(
+        default_factory=list
+    )  # group, tensor, gradient
     staged: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] | None = None
 
     def run(self, update: Update) -> None:
@@ -143,7 +151,7 @@ class _SmallUnit:
             self.staged = self._compute(update)
         for param, result, state in self.staged:
             param.copy_(result)
-            if update.copies_gradients and param.grad is not None and result.grad is not None:
+            if update.writes_gradients and param.grad is not None and result.grad is not None:
                 param.grad.copy_(result.grad)
             states = update.adopted.optimizer.state
             if state or param in states:  # torch makes no entry for an optimizer that keeps nothing
@@ -151,14 +159,12 @@ class _SmallUnit:
 
     def _compute(self, update: Update) -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
         staged = []
-        for group_index in dict.fromkeys(index for index, _ in self.members):
-            params = [param for index, param in self.members if index == group_index]
-            copies = []
-            for param in params:
+        for group_index in dict.fromkeys(index for index, *_ in self.members):
+            params, copies = [], []
+            for param, grad in [(param, grad) for index, param, grad in self.members if index == group_index]:
+                params.append(param)
                 copy = param.detach().clone().requires_grad_(True)
-                copy.grad = (
-                    param.grad.clone() if update.copies_gradients and param.grad is not None else param.grad
-                )
+                copy.grad = grad.clone() if update.writes_gradients else grad
                 copies.append(copy)
             states = [_cloned(update.adopted.optimizer.state.get(param, {})) for param in params]
             new_states = update.run_class(group_index, copies, states)
@@ -213,21 +219,19 @@ class _PagedUnit:
                 engine.timeline.access(segment.index, first, num_pages, write=True, phase=Phase.UPDATE)
         runs = engine.acquire_all(wanted, f"the update of {binding.name}")
         leases = [engine.lease(run) for run in runs]
+        views: list[torch.Tensor] = []
         try:
-            views = [
+            views += [
                 self._view(lease, run, segment)
                 for lease, run, (segment, *_) in zip(leases, runs, wanted, strict=True)
             ]
             if self.staged is None:
-                grad_version = views[1]._version
-                self.staged = self._compute(
-                    update, views[0], views[1], dict(zip(states, views[2:], strict=True))
-                )
-                if views[1]._version != grad_version:
-                    engine.mark_dirty(runs[1])  # the optimizer wrote to the gradient
+                self.staged = self._compute(update, views)
             self._commit(update, runs, views, dict(zip(states, range(2, len(runs)), strict=True)))
         finally:
+            # A traceback keeps this call's variables alive, and must not keep pages pinned.
             leases.clear()
+            views.clear()
         self._done(update)
 
     def _is_new(self, engine: Engine, segment: Segment) -> bool:
@@ -254,23 +258,21 @@ class _PagedUnit:
         offset = self.begin - run.first * segment.page_size // segment.dtype.itemsize
         return strided_view(storage, segment.dtype, torch.Size((self.end - self.begin,)), (1,), offset)
 
-    def _compute(
-        self, update: Update, param: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _compute(self, update: Update, views: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Step copies of the views (parameter, gradient, paged states). The user's class sees nothing but copies."""
         binding = self.progress.binding
-        copy = param.clone().requires_grad_(True)
-        copy.grad = grad.clone() if update.copies_gradients else grad
+        copy = views[0].clone().requires_grad_(True)
+        copy.grad = views[1].clone()
+        places = {key: place for place, key in enumerate(update.adopted.paged_states(binding), start=2)}
         state: dict[str, Any] = {}
-        live = update.adopted.optimizer.state.get(binding.tensor, {})
-        paged = update.adopted.paged_states(binding)
-        for key, value in live.items():
-            if key in paged:
-                state[key] = states[key].clone()
+        for key, value in update.adopted.optimizer.state.get(binding.tensor, {}).items():
+            if key in places:
+                state[key] = views[places[key]].clone()
             else:
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
         new_state = update.run_class(self.progress.group_index, [copy], [state])[0]
-        if not update.copies_gradients:
-            copy.grad = None  # it is a view of pages, which must not stay pinned with an interrupted unit
+        if not update.writes_gradients:
+            copy.grad = None
         return copy, new_state
 
     def _commit(
