@@ -203,6 +203,27 @@ def change_lr_and_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = 0.05
 
 
+def evaluate(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Looks at the model: never half a step."""
+    x = torch.linspace(-1, 1, 96)
+    expected = expected_run(2)[0]
+    with torch.no_grad():
+        check_equal(expected(x), model(x), "evaluation")
+
+
+def zero_in_place(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Zeroes gradients that the step still needs, also those of small tensors."""
+    for param in reversed(list(model.parameters())):
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+def drop_small_first(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Drops gradients, those of biases first."""
+    for param in reversed(list(model.parameters())):
+        param.grad = None
+
+
 def save(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Saves what it has; a checkpoint never holds half a step."""
     check_equal(dict(expected_run(2)[0].state_dict()), dict(model.state_dict()), "saved model")
@@ -224,12 +245,14 @@ def count_operations() -> int:
     return 10**6 - counted.left
 
 
-@pytest.mark.parametrize("after", [step_again, go_on, change_lr_and_step, save])
+@pytest.mark.parametrize(
+    "after", [step_again, go_on, change_lr_and_step, save, evaluate, zero_in_place, drop_small_first]
+)
 def test_a_step_interrupted_anywhere_is_finished_not_repeated(after: Callable[..., None]) -> None:
     plain, plain_optimizer = expected_run(3)
     num = count_operations()
     assert num >= 24
-    places = range(num) if after is go_on else range(0, num, 5)
+    places = range(num) if after is go_on else range(1, num, 7)
     for at in places:
         model, optimizer, fired = interrupted_run(at, after)
         assert fired, at
@@ -338,6 +361,52 @@ def test_gradients_stay_until_the_interrupted_step_is_done(set_to_none: bool) ->
     model.pager.close()
     check_equal(dict(plain.state_dict()), dict(model.state_dict()), "weights")
     check_equal(plain_optimizer.state_dict()["state"], optimizer.state_dict()["state"], "state")
+
+
+def test_two_interrupted_optimizers_are_both_finished() -> None:
+    def run(model: Any, interrupted: bool) -> None:
+        case = models.make_mlp(depth=1)
+        params = list(model.parameters())
+        optimizers = [Fragile(params[:2]), Fragile(params[2:])]
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            train_step(case, model, step)
+            for at, optimizer in zip((6, 9), optimizers, strict=True):
+                Fragile.bomb = Bomb(at) if interrupted and step == 1 else None
+                try:
+                    optimizer.step()
+                except Stop:
+                    assert Fragile.bomb is not None
+                Fragile.bomb = None
+
+    plain, paged = models.make_mlp(depth=1).model, manage(models.make_mlp(depth=1).model, share=0.3)
+    run(plain, False)
+    run(paged, True)
+    paged.pager.close()
+    check_equal(dict(plain.state_dict()), dict(paged.state_dict()), "weights")
+
+
+def test_a_gradient_that_comes_after_the_interrupt_is_not_part_of_the_step() -> None:
+    """Backward without `zero_grad`: accumulation onto gradients that the unfinished step still needs."""
+    plain, plain_optimizer = models.make_mlp(depth=1), None
+    plain_optimizer = Fragile(plain.model.parameters())
+    case = models.make_mlp(depth=1)
+    model = manage(case.model, share=0.3)
+    optimizer = Fragile(model.parameters())
+    for each, its, bomb in ((plain.model, plain_optimizer, None), (model, optimizer, Bomb(9))):
+        train(case, each, its, range(1))
+        train_step(case, each, 1)
+        Fragile.bomb = bomb
+        try:
+            its.step()
+        except Stop:
+            assert each is model
+        Fragile.bomb = None
+        train_step(case, each, 2)
+        its.step()
+    model.pager.close()
+    check_equal(dict(plain.model.state_dict()), dict(model.state_dict()), "weights")
 
 
 def test_close_finishes_an_interrupted_step() -> None:
