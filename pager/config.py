@@ -20,10 +20,12 @@ class Checks:
     """Switches for tests and for hunting a suspected ordering bug. All cost time; none changes a result.
 
     streams: of the simulated device; "early" runs an operation when it is enqueued, "late" as late as its
-    waits allow. happens_before: check that streams and events order every two accesses to a frame (also on
-    CUDA). poison: overwrite freed frames with NaN bytes, so that a stale read cannot look right. daemon:
-    "thread" runs pagerd on its own thread, "inline" runs it after each access on the caller's. skip_wait: for
-    control tests on the simulated device: drop the stream waits for which it answers True.
+        waits allow.
+    happens_before: check that streams and events order every two accesses to a frame (also on CUDA).
+    poison: overwrite freed frames with NaN bytes, so that a stale read cannot look right.
+    daemon: "thread" runs pagerd on its own thread, "inline" runs it after each access on the caller's.
+    arena_bytes: exactly this much for pages, whatever the budget leaves.
+    skip_wait: for control tests on the simulated device: drop the stream waits for which it answers True.
     """
 
     streams: str = "early"
@@ -47,16 +49,21 @@ class Config:
     page_size: bytes, a power of two from 16 KiB to 4 MiB; int or text such as "128KiB".
     prefetch_distance: upcoming extents kept in flight, or "auto" (from measured bandwidth and compute time).
     eviction: "belady", "lru", "clock", or an object with the methods of
-    ``pager.policies.protocol.EvictionPolicy``. device: "auto" (CUDA when there is one), "cuda", "cuda:1", or
-    "cpu" (the simulated device). device_budget: bytes, "24GiB", or a fraction of the device's memory in (0,
-    1]; None = 90 % of what is free. device_headroom: bytes kept free for activations beyond what was
-    measured; "auto" = one sixteenth of the budget. host_budget: bytes, "48GiB", or a fraction of the smaller
-    of physical memory and the cgroup limit. disk: folder for the third tier, or None for two tiers.
-    disk_budget: bytes or "55GiB"; None = what the folder's file system has free, less one tenth. update_on:
-    where the optimizer runs; "device" is exact. "auto" and "cpu" are not available yet. update_at: "step", or
-    "backward" (not available yet). example_inputs: a tuple of positional or a dict of keyword inputs for
-    capture before the first batch. init: called as ``init(module)`` for each module that holds meta
-    parameters, instead of ``reset_parameters``. checks: switches for tests, see :class:`Checks`.
+        ``pager.policies.protocol.EvictionPolicy``.
+    device: "auto" (CUDA when there is one), "cuda", "cuda:1", or "cpu" (the simulated device).
+    device_budget: bytes, "24GiB", or a fraction of the device's memory in (0, 1]; None = 90 % of what is
+        free.
+    device_headroom: bytes kept free for activations beyond what was measured; "auto" = one sixteenth of the
+        budget.
+    host_budget: bytes, "48GiB", or a fraction of the smaller of physical memory and the cgroup limit.
+    disk: folder for the third tier, or None for two tiers.
+    disk_budget: bytes or "55GiB"; None = what the folder's file system has free, less one tenth.
+    update_on: where the optimizer runs; "device" is exact. "auto" and "cpu" are not available yet.
+    update_at: "step", or "backward" (not available yet).
+    example_inputs: a tuple of positional or a dict of keyword inputs for capture before the first batch.
+    init: called as ``init(module)`` for each module that holds meta parameters, instead of
+        ``reset_parameters``.
+    checks: switches for tests, see :class:`Checks`.
 
     Raises ConfigError (a ValueError) or TypeError for values that cannot work.
     """
@@ -108,6 +115,8 @@ class Config:
             )
         if self.init is not None and not callable(self.init):
             raise TypeError(f"init is a {type(self.init).__name__}; expected a callable taking a module")
+        if not isinstance(self.checks, Checks):
+            raise TypeError(f"checks is a {type(self.checks).__name__}; expected a pager.config.Checks")
 
     def _check_distance(self) -> None:
         distance = self.prefetch_distance
@@ -146,15 +155,15 @@ class Config:
         try:
             with open(path, encoding="utf-8") as file:
                 knobs = yaml.safe_load(file)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not YAML: {error}") from error
         if knobs is None:
             knobs = {}
         if not isinstance(knobs, dict):
             raise ConfigError(f"{path}: expected a mapping of knobs, found a {type(knobs).__name__}")
-        if isinstance(knobs.get("checks"), dict):
-            knobs["checks"] = Checks(**knobs["checks"])
         try:
+            if isinstance(knobs.get("checks"), dict):
+                knobs["checks"] = Checks(**knobs["checks"])
             return cls().replace(**knobs)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
