@@ -40,6 +40,7 @@ class Pagerd:
         self.bandwidth_bytes_per_second = 1e9
         self.set_distance(distance)
         self._wake = threading.Condition()
+        self._num_jumps_seen = 0
         self._pending = False
         self._busy = False
         self._paused = 0
@@ -118,6 +119,9 @@ class Pagerd:
         """
         engine = self._engine
         timeline = engine.timeline
+        if timeline.num_jumps != self._num_jumps_seen:
+            self._num_jumps_seen = timeline.num_jumps
+            engine.horizon = timeline.position
         engine.horizon = max(engine.horizon, timeline.position)
         rows: list[Upcoming] = []
         last = timeline.position + ROWS_AHEAD

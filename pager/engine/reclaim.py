@@ -29,7 +29,7 @@ from pager.page_table import PageState
 
 if TYPE_CHECKING:
     from pager.device.base import Stream
-    from pager.engine.engine import Engine
+    from pager.engine.leases import Leases
     from pager.engine.run import Run
 
 # Reclaim frees a sixteenth of the arena at a time: looking for victims costs the host half a millisecond, and
@@ -40,7 +40,7 @@ BATCH_SHARE = 16
 class Reclaimer:
     """Evicts runs for the engine. All public methods are called without the engine's lock."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Leases) -> None:
         self._engine = engine
 
     def make_room(self, num_frames: int, *, sooner_than: int | None) -> bool:

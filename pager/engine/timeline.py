@@ -45,6 +45,8 @@ class Timeline:
         self.trace: AccessTrace | None = None
         self.position = 0
         self.deviations = 0
+        # How often the position was set anew; what was known of positions before is void then.
+        self.num_jumps = 0
         self.micro_batches = 1
         self.recorded: list[AccessRow] = []
         self._tick = -1
@@ -90,6 +92,7 @@ class Timeline:
     def _seek(self, row: int) -> None:
         """Stand before ``row``; recompute every segment's next use from there."""
         assert self.trace is not None
+        self.num_jumps += 1
         length = len(self.trace)
         self.position = self.position // length * length + row if length else 0
         self._next_use[:] = UNKNOWN
