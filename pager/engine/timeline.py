@@ -62,6 +62,7 @@ class Timeline:
         self._bad_steps = 0
         # The trace's columns as lists: single items of numpy arrays cost ten times as much.
         self._segments: list[int] = []
+        self._keys: list[int] = []
         self._first_pages: list[int] = []
         self._num_pages: list[int] = []
         self._phases: list[int] = []
@@ -82,6 +83,7 @@ class Timeline:
         whole = trace.repeat_micro_batches(micro_batches)
         self.trace = whole
         self._segments = whole.segment.tolist()
+        self._keys = np.where(whole.phase < Phase.UPDATE, whole.segment, ~whole.segment).tolist()
         self._first_pages = whole.first_page.tolist()
         self._num_pages = whole.num_pages.tolist()
         self._phases = whole.phase.tolist()
@@ -116,7 +118,7 @@ class Timeline:
             return
         length = len(self._segments)
         row = self.position % length
-        if self._segments[row] == segment:
+        if self._keys[row] == _key(segment, phase):
             self._advance(row, segment)
         else:
             self._find_again(row, segment, phase)
@@ -127,7 +129,8 @@ class Timeline:
         self.position += 1
 
     def _find_again(self, row: int, segment: int, phase: int) -> None:
-        if phase == Phase.FORWARD and segment == self._segments[0] and row != 0:
+        key = _key(segment, phase)
+        if phase == Phase.FORWARD and key == self._keys[0] and row != 0:
             # Another micro-batch, or a forward whose backward never came.
             self._restarts += 1
             self._seek(0)
@@ -137,7 +140,7 @@ class Timeline:
         self._step_deviations += 1
         end = min(row + LOOK_AHEAD_ROWS, len(self._segments))
         try:
-            found = self._segments.index(segment, row + 1, end)
+            found = self._keys.index(key, row + 1, end)
         except ValueError:
             return
         if self._phases[found] == phase:
@@ -208,3 +211,8 @@ class Timeline:
             self._phases[row] == Phase.GRADIENT,
             position - self.position,
         )
+
+
+def _key(segment: int, phase: int) -> int:
+    """What is compared with the trace. The update often begins where the next forward does: they differ."""
+    return segment if phase < Phase.UPDATE else ~segment

@@ -25,7 +25,7 @@ def make_module(**parameters: nn.Parameter) -> nn.Module:
 
 def make_parameter(*size: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """An ordinary parameter."""
-    return nn.Parameter(torch.zeros(*size, dtype=dtype))
+    return nn.Parameter(torch.zeros(size, dtype=dtype))
 
 
 def test_a_page_is_the_line_between_paged_and_small() -> None:
