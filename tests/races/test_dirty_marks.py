@@ -146,9 +146,9 @@ def load_between_forward_and_backward() -> None:
 
 
 CONTROLS: dict[str, Callable[[], None]] = {
-    "engine/engine.py:Engine._begin_use:mark_dirty": overwrite_what_is_clean,
-    "engine/engine.py:Engine._note_write:mark_dirty": write_in_place,
-    "engine/engine.py:Engine.mark_dirty:mark_dirty": write_in_place,
+    "engine/faults.py:Faults._begin_use:mark_dirty": overwrite_what_is_clean,
+    "engine/leases.py:Leases._note_write:mark_dirty": write_in_place,
+    "engine/leases.py:Leases.mark_dirty:mark_dirty": write_in_place,
     "mmu/gradient.py:Gradients._add:bump_version": accumulate_a_gradient_at_home,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,
     "mmu/mmu.py:_count_writes:bump_version": unscale_a_gradient,

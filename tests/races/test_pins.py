@@ -53,8 +53,8 @@ def hold_a_lease_under_pressure(*, resident_before: bool) -> None:
 
 
 SCENARIOS = {
-    "engine/engine.py:Engine._page_in:_pin": False,
-    "engine/engine.py:Engine.acquire:_pin": True,
+    "engine/faults.py:Faults._page_in:_pin": False,
+    "engine/faults.py:Faults.acquire:_pin": True,
 }
 
 

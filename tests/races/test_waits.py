@@ -16,11 +16,11 @@ from tests.races.sites import skip_only, wait_sites
 
 # (site, stream whose events are left out or None for all of them, scenario that notices)
 CONTROLS: list[tuple[str, str | None, Scenario]] = [
-    ("engine/engine.py:Engine._poison_frames:wait", None, scenarios.poison_a_run_in_use),
-    ("engine/engine.py:Engine._poison_frames:wait", None, scenarios.train_with_poison),
-    ("engine/engine.py:Engine._begin_use:wait", None, scenarios.use_what_was_paged_in),
-    ("engine/engine.py:Engine._begin_use:wait", "d2h", scenarios.in_place_write_after_a_write_back),
-    ("engine/engine.py:Engine._begin_use:wait", None, scenarios.train_over_host),
+    ("engine/leases.py:Leases._poison_frames:wait", None, scenarios.poison_a_run_in_use),
+    ("engine/leases.py:Leases._poison_frames:wait", None, scenarios.train_with_poison),
+    ("engine/faults.py:Faults._begin_use:wait", None, scenarios.use_what_was_paged_in),
+    ("engine/faults.py:Faults._begin_use:wait", "d2h", scenarios.in_place_write_after_a_write_back),
+    ("engine/faults.py:Faults._begin_use:wait", None, scenarios.train_over_host),
     ("engine/reclaim.py:Reclaimer.write_back:wait", None, scenarios.write_through_a_view_after_a_write_back),
     ("engine/transfer.py:Transfers.page_in:wait#1", None, scenarios.page_in_over_a_page_out),
     ("engine/transfer.py:Transfers.page_in:wait#1", None, scenarios.train_over_host),
