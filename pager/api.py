@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from pager.config import Config
 from pager.errors import ConfigError
 from pager.graph.plan import Plan
 from pager.model_hooks import ModelHooks
-from pager.runtime import Runtime, iterate_optimizers
+from pager.runtime import Runtime
 from pager.statistics import Statistics
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,12 +45,25 @@ def manage(model: M, optimizer: Any = None, *, config: Config | None = None, **k
         raise ConfigError(
             "the model has an attribute 'pager' of its own, where the handle would go; rename it"
         )
-    optimizers = list(iterate_optimizers(optimizer))
+    optimizers = _list_optimizers(optimizer)
     _check_optimizers(model, optimizers)
     runtime = Runtime(model, settings, optimizers)
     handle = Handle(runtime)
     model.pager = handle  # type: ignore[assignment]
     return model
+
+
+def _list_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The optimizers in what the user passed: None, one, or several."""
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for item in found:
+        if not isinstance(item, Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(item).__name__}; expected a torch.optim.Optimizer, or a list of them"
+            )
+    return found
 
 
 def _check_optimizers(model: nn.Module, optimizers: list[Any]) -> None:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from pager.address_space import AddressSpace, span_elements
-from pager.config import Config, resolve_budget
+from pager import bill
+from pager.address_space import AddressSpace
+from pager.config import Config
 from pager.device.base import make_device
 from pager.device_budget import DeviceBudget
 from pager.engine.engine import Engine
 from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import Transfers
 from pager.errors import BudgetError, ConfigError, PagerClosed
+from pager.graph.access_trace import AccessRow
 from pager.homes import Homes, Wanted
-from pager.host_limit import host_limit_bytes, process_bytes
 from pager.mmu import special as _special  # noqa: F401  registers the door's special calls
 from pager.mmu import values
 from pager.mmu.binding import Binding
@@ -35,6 +36,7 @@ from pager.model_checks import Parameters, sort_parameters
 from pager.optim import stand_in
 from pager.optim.adopted import UNIT_BYTES, AdoptedOptimizer
 from pager.optim.probe import check_optimizers
+from pager.optim.schedule import expected_rows
 from pager.page_table import Home, PageTable
 from pager.paging import PagedModel
 from pager.planning import Planner
@@ -51,8 +53,6 @@ logger = logging.getLogger("pager")
 # Slabs of a CUDA arena: giving one back frees an eighth, while each is large enough for any operation's
 # tensors.
 _NUM_SLABS = 8
-# States per parameter the bill assumes until the optimizer is known: AdamW's two.
-_ASSUMED_STATES = 2
 
 
 class Runtime:
@@ -84,8 +84,7 @@ class Runtime:
             self.device.close()
             raise
 
-    # -- building
-    # ------------------------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
 
     def _build(self, parameters: Parameters, undo: contextlib.ExitStack) -> None:
         """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail on the
@@ -93,18 +92,18 @@ class Runtime:
         """
         config = self.config
         page_size = config.page_bytes
-        self.budget = DeviceBudget(self.device, config, small_bytes=_small_bytes(parameters, self.model))
+        self.budget = DeviceBudget(self.device, config, small_bytes=bill.small_bytes(parameters, self.model))
         undo.callback(self.budget.close)
         self.space = AddressSpace(page_size)
         self.table = PageTable()
-        wanted = _wanted(parameters)
+        wanted = bill.training_state(parameters)
         arena_bytes = self.budget.arena_bytes(None) // page_size * page_size
-        self._check_arena(wanted, arena_bytes)
-        host_bytes, self.host_budget_bytes = self._host_room(parameters)
+        bill.check_largest(wanted, page_size, arena_bytes, budget_bytes=self.budget.limit_bytes)
+        host_bytes, self.host_budget_bytes = bill.host_room(config, self.device, self.budget, parameters)
         self.host = HostArena(page_size, self.device, max(host_bytes, 0))
         undo.callback(self.host.close)
         self.homes = Homes(self.space, self.table, self.host, None, page_size)
-        disk_bytes = self._disk_room()
+        disk_bytes = bill.disk_room(config)
         self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=max(host_bytes, 0), disk_bytes=disk_bytes)
         self.disk = self._open_disk(self.homes.disk_bytes_planned(wanted))
         if self.disk is not None:
@@ -151,7 +150,7 @@ class Runtime:
             self._take_back()
             self.paged.put_back(dict(places), optimizers)
             raise
-        report = self.homes.report(_wanted(parameters))
+        report = self.homes.report(bill.training_state(parameters))
         logger.info(
             "managing %s: %s on the device, %s in host memory, %s on disk; device budget %s, of it %s for pages; "
             "eviction %s; plan %s",
@@ -162,45 +161,6 @@ class Runtime:
             self.engine.policy.name,
             self.planner.way,
         )
-
-    def _check_arena(self, wanted: list[Wanted], arena_bytes: int) -> None:
-        if not wanted:
-            return
-        page_size = self.config.page_bytes
-        largest = max(wanted, key=lambda item: item.num_bytes)
-        need = ceil_div(largest.num_bytes, page_size) * page_size
-        if need > arena_bytes:
-            raise BudgetError(
-                f"pager: every operation on {largest.name} needs its {format_bytes(need)} on the device in one piece, "
-                f"but of device_budget = {format_bytes(self.budget.limit_bytes)} only {format_bytes(arena_bytes)} are left "
-                f"for pages. Raise device_budget by at least {format_bytes(need - arena_bytes)}."
-            )
-
-    def _host_room(self, parameters: Parameters) -> tuple[int, int]:
-        """Bytes of host memory for homes, and the host budget."""
-        limit = host_limit_bytes()
-        budget = resolve_budget(self.config.host_budget, limit, name="host_budget")
-        # What the model holds on the CPU now will be freed as it moves into pages.
-        on_cpu = sum(param.nbytes for _, param in parameters.paged if param.device.type == "cpu")
-        slabs = self.budget.limit_bytes if self.device.is_simulated else 0
-        if self.device.is_simulated and self.config.device_budget is None:
-            slabs = min(slabs, sum(item.num_bytes for item in _wanted(parameters)))
-        return budget - max(process_bytes() - on_cpu, 0) - slabs, budget
-
-    def _disk_room(self) -> int:
-        config = self.config
-        if config.disk is None:
-            return 0
-        if config.disk_budget is not None:
-            return resolve_budget(config.disk_budget, 0, name="disk_budget")
-        import shutil
-
-        try:
-            return shutil.disk_usage(config.disk).free * 9 // 10
-        except OSError as error:
-            raise ConfigError(
-                f"disk={str(config.disk)!r}: {error.strerror}; give an existing folder"
-            ) from error
 
     def _open_disk(self, planned_bytes: int) -> DiskFile | None:
         if self.config.disk is None or planned_bytes == 0:
@@ -254,8 +214,7 @@ class Runtime:
             poison=self.config.checks.poison,
         )
 
-    # -- the plan
-    # ------------------------------------------------------------------------------------------------------------
+    # -- the plan ----------------------------------------------------------------------------------
 
     def _capture_example(self) -> None:
         example = self.config.example_inputs
@@ -277,7 +236,21 @@ class Runtime:
             self._check_largest_tick()
             with self.engine.lock:
                 self.engine.timeline.follow(trace)
+            self._plan_update()
         self._fit_arena()
+
+    def _plan_update(self) -> None:
+        """Add the accesses of the known optimizers' steps to a captured trace."""
+        if self.planner.trace is None or not self.optimizers:
+            return
+        rows: list[AccessRow] = []
+        for adopted in self.optimizers:
+            first = rows[-1].tick + 1 if rows else 0
+            rows += [row._replace(tick=row.tick + first) for row in expected_rows(adopted)]
+        trace = self.planner.with_update(rows)
+        if trace is not None:
+            with self.engine.lock:
+                self.engine.timeline.follow(trace, self.engine.timeline.micro_batches)
 
     def _check_largest_tick(self) -> None:
         need, names = self.planner.largest_tick()
@@ -308,8 +281,7 @@ class Runtime:
         ):
             self.arena.add_slab(self._slab_frames)
 
-    # -- optimizers
-    # ----------------------------------------------------------------------------------------------------------
+    # -- optimizers --------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> AdoptedOptimizer:
         """The adopted form of a user's optimizer, made at first sight. Raises ConfigError where that cannot
@@ -336,6 +308,7 @@ class Runtime:
         )
         self.optimizers.append(adopted)
         self.planner.forget_plan()
+        self._plan_update()
         return adopted
 
     def _optimizer_stepped(self, adopted: AdoptedOptimizer) -> None:
@@ -351,8 +324,7 @@ class Runtime:
         self.boundary.cross()
         self.config = self.boundary.config
 
-    # -- questions
-    # -----------------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """What happened so far."""
@@ -385,8 +357,7 @@ class Runtime:
             p._pager for p in module.parameters() if type(p) is PagedParameter and p._pager.mmu is self.mmu
         ]
 
-    # -- the end
-    # -------------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ordinary parameters, gradients and optimizer states on the CPU again. Idempotent."""
@@ -419,39 +390,3 @@ class Runtime:
             self.disk.close()
         self.arena.close()
         self.device.close()
-
-
-def _wanted(parameters: Parameters) -> list[Wanted]:
-    """The tensors of the training state that will be paged, assuming AdamW's states."""
-    wanted: list[Wanted] = []
-    trainable = [(name, p) for name, p in parameters.paged if p.requires_grad]
-    for name, param in parameters.paged:
-        wanted.append(Wanted("parameter", name, _span_bytes(param)))
-    for name, param in trainable:
-        wanted.append(Wanted("gradient", name, _span_bytes(param)))
-    for name, param in trainable:
-        wanted += [Wanted("state", f"{name}.state{i}", _span_bytes(param)) for i in range(_ASSUMED_STATES)]
-    return wanted
-
-
-def _span_bytes(param: nn.Parameter) -> int:
-    return span_elements(param.size(), param.stride()) * param.element_size()
-
-
-def _small_bytes(parameters: Parameters, model: nn.Module) -> int:
-    """Device bytes of small tensors with gradients and states, and of buffers."""
-    small = sum(p.nbytes * (2 + _ASSUMED_STATES if p.requires_grad else 1) for _, p in parameters.small)
-    return small + sum(buffer.nbytes for buffer in model.buffers())
-
-
-def iterate_optimizers(optimizer: Any) -> Iterable[Optimizer]:
-    """The optimizers in what the user passed: None, one, or several."""
-    if optimizer is None:
-        return []
-    found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for item in found:
-        if not isinstance(item, Optimizer):
-            raise TypeError(
-                f"optimizer is a {type(item).__name__}; expected a torch.optim.Optimizer, or a list of them"
-            )
-    return found

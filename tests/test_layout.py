@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("policies", "graph", "tools")
 MAX_LINES = 450
+# A test file is a table of cases, and reads as one at greater length.
+MAX_TEST_LINES = 700
 
 EXPORTED = {
     "manage",
@@ -37,15 +39,14 @@ LAYERS = (
     ("errors", "units", "config", "statistics", "host_limit"),
     ("address_space", "page_table"),
     ("tiers", "device"),
-    ("engine", "homes"),
+    ("engine", "homes", "device_budget"),
     ("mmu",),
     ("optim", "model_checks"),
+    ("bill", "paging", "planning", "step_boundary"),
+    ("runtime", "model_hooks"),
     ("api",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-
-# Shipped checks and stand-ins for tests: they may look at everything but the face, and nothing looks at them.
-TESTING = "testing"
 
 ALLOWED_THIRD_PARTY = {
     "policies": {"numpy"},
@@ -147,7 +148,7 @@ def test_a_leaf_room_uses_only_what_it_may(room: str) -> None:
 
 def test_every_part_of_the_runtime_has_a_layer() -> None:
     parts = {path.relative_to(ROOT / "pager").parts[0].removesuffix(".py") for path in _sources("pager")}
-    assert parts - {"__init__", TESTING} <= RANK.keys()
+    assert parts - {"__init__"} <= RANK.keys()
 
 
 def test_the_runtime_imports_towards_its_errors() -> None:
@@ -160,8 +161,7 @@ def test_the_runtime_imports_towards_its_errors() -> None:
             if _room(module) != "pager":
                 continue
             target = module.split(".")[1] if "." in module else "__init__"
-            rank = RANK["api"] - 1 if part == TESTING else RANK[part]
-            if target == "__init__" or (target == TESTING and part != TESTING) or RANK.get(target, 0) > rank:
+            if target == "__init__" or RANK.get(target, 0) > RANK[part]:
                 broken.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert broken == []
 
@@ -249,7 +249,8 @@ def test_a_module_says_what_it_is_for(path: Path) -> None:
 @pytest.mark.parametrize("path", EVERYTHING, ids=_ids)
 def test_a_file_stays_readable(path: Path) -> None:
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert num_lines <= MAX_LINES, f"{num_lines} lines; split the file along its reasons to change"
+    limit = MAX_TEST_LINES if path.is_relative_to(ROOT / "tests") else MAX_LINES
+    assert num_lines <= limit, f"{num_lines} lines; split the file along its reasons to change"
 
 
 @pytest.mark.parametrize("path", _sources("pager", "policies", "graph"), ids=_ids)

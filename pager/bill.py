@@ -1,0 +1,85 @@
+"""The bill: what the training state of a model needs, against what the tiers have, before any work starts."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from pager.address_space import span_elements
+from pager.config import Config, resolve_budget
+from pager.errors import BudgetError, ConfigError
+from pager.homes import Wanted
+from pager.host_limit import host_limit_bytes, process_bytes
+from pager.units import ceil_div, format_bytes
+
+if TYPE_CHECKING:
+    from pager.device.base import Device
+    from pager.device_budget import DeviceBudget
+    from pager.model_checks import Parameters
+
+# States per parameter that are assumed until the optimizer is known: AdamW's two.
+ASSUMED_STATES = 2
+
+
+def training_state(parameters: Parameters) -> list[Wanted]:
+    """The tensors of the training state that will be paged, assuming AdamW's states."""
+    wanted: list[Wanted] = []
+    trainable = [(name, p) for name, p in parameters.paged if p.requires_grad]
+    for name, param in parameters.paged:
+        wanted.append(Wanted("parameter", name, _span_bytes(param)))
+    for name, param in trainable:
+        wanted.append(Wanted("gradient", name, _span_bytes(param)))
+    for name, param in trainable:
+        wanted += [Wanted("state", f"{name}.state{i}", _span_bytes(param)) for i in range(ASSUMED_STATES)]
+    return wanted
+
+
+def _span_bytes(param: nn.Parameter) -> int:
+    return span_elements(param.size(), param.stride()) * param.element_size()
+
+
+def small_bytes(parameters: Parameters, model: nn.Module) -> int:
+    """Device bytes of small tensors with gradients and states, and of buffers."""
+    small = sum(p.nbytes * (2 + ASSUMED_STATES if p.requires_grad else 1) for _, p in parameters.small)
+    return small + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def check_largest(wanted: list[Wanted], page_size: int, arena_bytes: int, *, budget_bytes: int) -> None:
+    """Refuse a budget in which the largest tensor has no room. Raises BudgetError with its name and the bytes."""
+    if not wanted:
+        return
+    largest = max(wanted, key=lambda item: item.num_bytes)
+    need = ceil_div(largest.num_bytes, page_size) * page_size
+    if need > arena_bytes:
+        raise BudgetError(
+            f"pager: every operation on {largest.name} needs its {format_bytes(need)} on the device in one "
+            f"piece, but of device_budget = {format_bytes(budget_bytes)} only {format_bytes(arena_bytes)} are "
+            f"left for pages. Raise device_budget by at least {format_bytes(need - arena_bytes)}."
+        )
+
+
+def host_room(
+    config: Config, device: Device, budget: DeviceBudget, parameters: Parameters
+) -> tuple[int, int]:
+    """Bytes of host memory that homes may take, and the host budget they are part of."""
+    whole = resolve_budget(config.host_budget, host_limit_bytes(), name="host_budget")
+    # What the model holds on the CPU now will be freed as it moves into pages.
+    on_cpu = sum(param.nbytes for _, param in parameters.paged if param.device.type == "cpu")
+    slabs = budget.limit_bytes if device.is_simulated else 0
+    if device.is_simulated and config.device_budget is None:
+        slabs = min(slabs, sum(item.num_bytes for item in training_state(parameters)))
+    return whole - max(process_bytes() - on_cpu, 0) - slabs, whole
+
+
+def disk_room(config: Config) -> int:
+    """Bytes the third tier may take; 0 without one. Raises ConfigError for a folder that is not there."""
+    if config.disk is None:
+        return 0
+    if config.disk_budget is not None:
+        return resolve_budget(config.disk_budget, 0, name="disk_budget")
+    try:
+        return shutil.disk_usage(config.disk).free * 9 // 10
+    except OSError as error:
+        raise ConfigError(f"disk={str(config.disk)!r}: {error.strerror}; give an existing folder") from error
