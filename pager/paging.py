@@ -149,7 +149,10 @@ class PagedModel:
         """Another object stands in a managed parameter's place: that one is managed, the old one ordinary."""
         old = self.bindings.pop(name, None)
         if old is not None:
-            self._take_out_parameter(old)
+            self._take_out_parameter(old, alias=False)
+            for binding in (old.gradient, old):
+                if binding is not None:
+                    self._retire(binding.segment)
         self.take_in_late(name, param)
 
     def renew(self, binding: Binding, value: torch.Tensor) -> None:
@@ -290,11 +293,12 @@ class PagedModel:
                     if isinstance(value, torch.Tensor) and value.dim() > 0:
                         state[key] = value.to(held.device)
 
-    def _take_out_parameter(self, binding: Binding) -> None:
-        data = values.cpu_tensor(self._mmu, binding, alias=True)
+    def _take_out_parameter(self, binding: Binding, *, alias: bool = True) -> None:
+        """An ordinary CPU tensor again, over its home (``alias``) or apart from it."""
+        data = values.cpu_tensor(self._mmu, binding, alias=alias)
         grad = self._mmu.gradients.get(binding)
         if isinstance(grad, PagedTensor):
-            grad = values.cpu_tensor(self._mmu, grad._pager, alias=True)
+            grad = values.cpu_tensor(self._mmu, grad._pager, alias=alias)
         if binding.hook is not None:
             binding.hook.remove()
         unpage_tensor(binding, data)

@@ -22,6 +22,7 @@ from pager.mmu.parameter import PagedTensor, make_ordinary, page_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pager.address_space import Segment
     from pager.mmu.mmu import Mmu
 
 
@@ -71,13 +72,21 @@ class Gradients:
         assert slot is not None
         self._mmu.before_access()
         self.generation += 1
+        overwrite = not self._mmu.engine.has_value(slot.segment)
+        if (
+            overwrite
+            and not _same_layout(slot.segment, binding.segment)
+            and grad.dtype == binding.segment.dtype
+        ):
+            # The parameter was converted (model.half(), channels_last) while it had no gradient.
+            self._mmu.renew(slot, _laid_out(grad, binding.segment))
+            slot.bump_version()
+            return
         if grad.dtype != slot.segment.dtype:
             raise ConfigError(
                 f"{binding.name}: its gradient is {grad.dtype}, the parameter {slot.segment.dtype}; gradients of "
                 "another dtype cannot be paged"
             )
-        engine = self._mmu.engine
-        overwrite = not engine.has_value(slot.segment)
         _, view = self._mmu.fault(
             slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}"
         )
@@ -144,6 +153,15 @@ class Gradients:
                 make_ordinary(kept, slot.original_class, view.clone())
             del view
         mmu.engine.discard(slot.segment)
+
+
+def _same_layout(one: Segment, other: Segment) -> bool:
+    return one.dtype == other.dtype and one.stride == other.stride
+
+
+def _laid_out(grad: torch.Tensor, segment: Segment) -> torch.Tensor:
+    result = torch.empty_strided(segment.size, segment.stride, dtype=segment.dtype, device=grad.device)
+    return result.copy_(grad)
 
 
 def _num_references(holder: Any) -> int:

@@ -101,7 +101,11 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with NoTorchFunction():
             writable = not torch.is_grad_enabled() or not target.requires_grad
         same = source.shape == binding.segment.size and source.layout is torch.strided
-        if writable and same and values.can_store(binding.mmu, binding):
+        if (
+            writable
+            and same
+            and (values.can_store(binding.mmu, binding) or not values.has_value(binding.mmu, binding))
+        ):
             values.store(binding.mmu, binding, source.detach().to(binding.segment.dtype))
             return target
     return access(func, args, kwargs)
@@ -135,6 +139,20 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return
     with torch.no_grad():
         tensor.copy_(value)
+
+
+@_handles(getattr(torch, "_has_compatible_shallow_copy_type", None))
+def _can_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Asked by ``module.to(...)`` before it assigns ``.data``, or, where that cannot be, another parameter."""
+    for tensor, other in (args, args[::-1]):
+        if isinstance(tensor, Paged) and other.device.type == "meta":
+            binding = tensor._pager
+            binding.mmu.undo_move()
+            raise ConfigError(
+                f"{binding.name}: a managed model cannot be moved to meta. Call model.pager.close() first."
+            )
+    with NoTorchFunction():
+        return func(*args, **kwargs)
 
 
 @_handles(

@@ -29,14 +29,23 @@ class HomeAliases:
 
     def __init__(self, mmu: Mmu) -> None:
         self._mmu = mmu
-        self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        # Per segment: the aliases, each with the version it was last seen at.
+        self._aliases: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
+
+    def storage_over(self, binding: Binding) -> torch.UntypedStorage | None:
+        """The storage of an alias that is alive: tied names share one, so that torch.save writes it once."""
+        for ref, _ in self._aliases.get(binding.segment.index, ()):
+            tensor = ref()
+            if tensor is not None:
+                return tensor.untyped_storage()
+        return None
 
     def __bool__(self) -> bool:
         return bool(self._aliases)
 
     def add(self, binding: Binding, alias: torch.Tensor) -> None:
         """Remember ``alias``, a tensor over the home of ``binding``."""
-        self._aliases.setdefault(binding.segment.index, []).append(weakref.ref(alias))
+        self._aliases.setdefault(binding.segment.index, []).append((weakref.ref(alias), alias._version))
 
     def settle(self, bindings: Sequence[Binding]) -> None:
         """Before these tensors are used: take over what was written to their homes."""
@@ -45,9 +54,11 @@ class HomeAliases:
             if refs is not None:
                 self._settle(binding, refs)
 
-    def _settle(self, binding: Binding, refs: list[weakref.ref[torch.Tensor]]) -> None:
-        alive: list[torch.Tensor] = [tensor for tensor in (ref() for ref in refs) if tensor is not None]
-        written = [tensor for tensor in alive if tensor._version]
+    def _settle(self, binding: Binding, refs: list[tuple[weakref.ref[torch.Tensor], int]]) -> None:
+        alive = [
+            (tensor, seen) for tensor, seen in ((ref(), seen) for ref, seen in refs) if tensor is not None
+        ]
+        written = any(tensor._version != seen for tensor, seen in alive)
         if not written and len(alive) == len(refs):
             return
         engine = self._mmu.engine
@@ -64,10 +75,10 @@ class HomeAliases:
                     f"{binding.name}: a tensor from state_dict() was written to while views of the parameter are "
                     "alive, which would not see it; drop them, or change the parameter itself under torch.no_grad()"
                 )
-        # Tensors written to stay watched: they may be written to again, and a fresh alias counts from zero.
-        rest = [weakref.ref(tensor) for tensor in alive if not tensor._version]
-        if rest or written:
-            self._aliases[binding.segment.index] = rest + [weakref.ref(tensor) for tensor in written]
+        if alive:
+            self._aliases[binding.segment.index] = [
+                (weakref.ref(tensor), tensor._version) for tensor, _ in alive
+            ]
         else:
             del self._aliases[binding.segment.index]
 
@@ -112,7 +123,8 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
     else:
         # A storage of its own, or torch.save would write the whole arena.
         data = torch.from_numpy(data.numpy())
-    tensor = strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
+    storage = (mmu.aliases.storage_over(binding) if alias else None) or data.untyped_storage()
+    tensor = strided_view(storage, segment.dtype, segment.size, segment.stride)
     if alias and int(mmu.engine.table.home[segment.first_page]) == Home.HOST:
         mmu.aliases.add(binding, tensor)
     return tensor

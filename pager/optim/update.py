@@ -33,7 +33,7 @@ import torch
 
 from pager.graph.access_trace import Phase
 from pager.mmu.binding import Binding, strided_view
-from pager.optim.probe import Cut
+from pager.optim.probe import Cut, ProbeResult
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes, snapshot_group
 from pager.units import ceil_div
 
@@ -88,7 +88,7 @@ class Update:
         probed = adopted.probed(self.groups[group_index], binding)
         self.writes_gradients |= probed.writes_gradients
         progress = _Progress(binding, group_index)
-        if probed.cut is not Cut.SLICEABLE or not segment.dense:
+        if probed.cut is not Cut.SLICEABLE or not segment.dense or not self._lie_alike(binding, probed):
             progress.num_units = 1
             return [_PagedUnit(progress, 0, segment.num_elements, sliced=False)]
         per_unit = adopted.unit_elements(binding, probed)
@@ -98,6 +98,20 @@ class Update:
             _PagedUnit(progress, begin, min(begin + per_unit, segment.num_elements), sliced=True)
             for begin in starts
         ]
+
+    def _lie_alike(self, binding: Binding, probed: ProbeResult) -> bool:
+        """Whether a slice of storage is the same elements of parameter, gradient and states.
+
+        Not so after ``model.to(memory_format=...)`` or ``.double()``: torch leaves the states as they were.
+        """
+        assert binding.gradient is not None
+        stride = binding.segment.stride
+        if binding.gradient.segment.stride != stride:
+            return False
+        return all(
+            state.segment.stride == stride and state.segment.dtype == probed.state_dtypes.get(key)
+            for key, state in self.adopted.paged_states(binding).items()
+        )
 
     def keep_gradients(self) -> None:
         """After an interrupt: copies of ordinary gradients, which no door keeps users from zeroing."""
