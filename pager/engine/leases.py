@@ -146,6 +146,11 @@ class Leases:
         if not run.orphan:
             self.table.unpin(run.begin, run.end)
 
+    def settle_prefetched(self) -> None:
+        """What was prefetched for a future that did not come stays as an ordinary resident (locked)."""
+        for run in self.resident_runs():
+            self._no_longer_prefetched(run)
+
     def _no_longer_prefetched(self, run: Run) -> None:
         if run.prefetched:
             run.prefetched = False

@@ -122,6 +122,7 @@ class Pagerd:
         if timeline.num_jumps != self._num_jumps_seen:
             self._num_jumps_seen = timeline.num_jumps
             engine.horizon = timeline.position
+            engine.settle_prefetched()
         engine.horizon = max(engine.horizon, timeline.position)
         rows: list[Upcoming] = []
         last = timeline.position + ROWS_AHEAD

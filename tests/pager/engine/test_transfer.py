@@ -1,0 +1,163 @@
+"""Bytes between the device and their homes: which copies, in which extents, ordered how, counted where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pager.engine import transfer
+from pager.engine.run import Run
+from pager.errors import CorruptPage, TierIOError
+from pager.page_table import Home, PageState
+from pager.tiers.adaptors import Fault
+from tests.engine_rig import PAGE, Rig, make_filled
+
+LOWER = [Home.HOST, Home.DISK]
+
+
+def make_rig(home: Home, folder: Path, *sizes: int, **knobs: int) -> tuple[Rig, list[np.ndarray]]:
+    """A rig with room for everything and all homes in one tier."""
+    frames = sum(-(-size // PAGE) for size in sizes)
+    return make_filled(sizes, arena_frames=frames, homes=[home] * len(sizes), disk_folder=folder, **knobs)
+
+
+@pytest.mark.parametrize("home", LOWER)
+@pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, 2 * PAGE + 7])
+def test_a_round_trip_of_any_size(home: Home, size: int, tmp_path: Path) -> None:
+    rig, values = make_rig(home, tmp_path, size)
+    np.testing.assert_array_equal(rig.read(0), values[0])
+    rig.write(0, ~values[0])
+    rig.evict(0)
+    assert rig.state(0) == [PageState.ABSENT] * rig.segments[0].num_pages
+    np.testing.assert_array_equal(rig.read(0), ~values[0])
+    assert (rig.counters.page_in_bytes, rig.counters.page_out_bytes) == (2 * size, size)
+    on_disk = home is Home.DISK
+    assert rig.counters.disk_read_bytes == (2 * size if on_disk else 0)
+    assert rig.counters.disk_write_bytes == (2 * size if on_disk else 0), "the store, and the page out"
+    rig.close()
+
+
+@pytest.mark.parametrize("home", LOWER)
+def test_a_run_goes_in_extents(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "EXTENT_BYTES", 2 * PAGE)
+    rig, values = make_rig(home, tmp_path, 5 * PAGE + 9)
+    puts = rig.device.h2d.num_put
+    np.testing.assert_array_equal(rig.read(0), values[0])
+    assert rig.device.h2d.num_put - puts >= 3
+    rig.write(0, ~values[0])
+    rig.evict(0)
+    np.testing.assert_array_equal(rig.home_value(0), ~values[0])
+    rig.close()
+
+
+def test_extents_cover_a_run_once() -> None:
+    extent = transfer.EXTENT_BYTES
+    assert transfer._extents(2 * extent + 5) == [(0, extent), (extent, extent), (2 * extent, 5)]
+    assert transfer._extents(7) == [(0, 7)]
+
+
+def test_a_part_of_a_segment_goes_to_its_part_of_the_home(tmp_path: Path) -> None:
+    rig, values = make_rig(Home.HOST, tmp_path, 4 * PAGE)
+    run, lease = rig.lease(0, pages=(1, 2))
+    np.testing.assert_array_equal(lease.numpy(), values[0][PAGE : 3 * PAGE])
+    lease.fill_(9)
+    rig.engine.mark_dirty(run)
+    del lease
+    rig.evict(0)
+    expected = values[0].copy()
+    expected[PAGE : 3 * PAGE] = 9
+    np.testing.assert_array_equal(rig.home_value(0), expected)
+    rig.close()
+
+
+def test_the_bytes_of_a_host_home_are_the_home_itself(tmp_path: Path) -> None:
+    rig, values = make_rig(Home.HOST, tmp_path, PAGE)
+    view = rig.transfers.home_bytes(rig.segments[0], write=True)
+    assert view is not None
+    view.copy_(torch.from_numpy(~values[0]))
+    np.testing.assert_array_equal(rig.read(0), ~values[0])
+    rig.close()
+
+
+def test_a_disk_home_is_read_as_a_copy(tmp_path: Path) -> None:
+    rig, values = make_rig(Home.DISK, tmp_path, 2 * PAGE + 5)
+    assert rig.transfers.home_bytes(rig.segments[0], write=False) is None
+    copy = rig.transfers.read_disk_home(rig.segments[0])
+    copy.fill_(0)
+    np.testing.assert_array_equal(rig.read(0), values[0])
+    rig.close()
+
+
+def test_the_disks_time_is_stall(tmp_path: Path) -> None:
+    rig, _ = make_rig(Home.DISK, tmp_path, PAGE)
+    before = rig.counters.stall_seconds
+    rig.read(0)
+    assert rig.counters.stall_seconds > before
+    rig.close()
+
+
+def test_a_failed_read_leaves_the_page_absent_and_its_frames_free(tmp_path: Path) -> None:
+    rig, values = make_rig(Home.DISK, tmp_path, 3 * PAGE)
+    assert rig.disk is not None
+    rig.disk.faults = (Fault(operation="read", at=1),)
+    with pytest.raises(TierIOError, match="injected: cannot read"):
+        rig.read(0)
+    assert rig.state(0) == [PageState.ABSENT] * 3
+    assert rig.arena.resident_bytes == 0
+    assert rig.engine.moves == 0
+    np.testing.assert_array_equal(rig.read(0), values[0])
+    rig.close()
+
+
+def test_a_failed_write_leaves_the_page_where_it_was(tmp_path: Path) -> None:
+    rig, values = make_rig(Home.DISK, tmp_path, PAGE, PAGE)
+    assert rig.disk is not None
+    rig.write(0, ~values[0])
+    rig.disk.faults = (Fault(operation="write", at=rig.disk.calls["write"] + 1, num_bytes=100),)
+    with pytest.raises(TierIOError, match="injected: cannot write"):
+        rig.evict(0)
+    assert rig.state(0) == [PageState.DIRTY]
+    np.testing.assert_array_equal(rig.read(0), ~values[0])
+    rig.evict(0)
+    np.testing.assert_array_equal(rig.home_value(0), ~values[0])
+    rig.close()
+
+
+def test_bytes_that_came_back_wrong_are_not_used(tmp_path: Path) -> None:
+    rig, values = make_rig(Home.DISK, tmp_path, PAGE)
+    assert rig.disk is not None
+    rig.write(0, ~values[0])
+    # The file takes the checksum of what it was given, so the wrong byte goes in behind it.
+    rig.evict(0)
+    frame = int(rig.table.home_frame[0])
+    disk = rig.disk.inner
+    torn = torch.from_numpy(values[0].copy())
+    disk._pwrite(memoryview(torn.numpy()), frame * PAGE)  # type: ignore[attr-defined]
+    with pytest.raises(CorruptPage):
+        rig.read(0)
+    assert rig.state(0) == [PageState.ABSENT]
+    rig.close()
+
+
+def test_forgetting_a_segment_twice_is_nothing(tmp_path: Path) -> None:
+    rig, _ = make_rig(Home.HOST, tmp_path, PAGE)
+    rig.read(0)
+    for _ in range(2):
+        rig.transfers.forget(rig.segments[0])
+    assert rig.device.h2d.num_pending == 0
+    rig.close()
+
+
+def test_last_events_imply_all_that_use_a_run() -> None:
+    rig, _ = make_filled([PAGE], arena_frames=1)
+    run, lease = rig.lease(0)
+    assert isinstance(run, Run)
+    ready = run.ready
+    assert ready is not None
+    del lease
+    rig.engine.drain()
+    assert run.last_events() == {0: run.uses[0], ready.stream.index: ready}
+    rig.close()
