@@ -46,6 +46,12 @@ def small_bytes(parameters: Parameters, model: nn.Module) -> int:
     return small + sum(buffer.nbytes for buffer in model.buffers())
 
 
+def fits(wanted: list[Wanted], page_size: int, arena_bytes: int) -> bool:
+    """Whether the whole training state stays on the device, with a sixteenth to spare."""
+    total = sum(ceil_div(item.num_bytes, page_size) * page_size for item in wanted)
+    return total <= arena_bytes - arena_bytes // 16
+
+
 def check_largest(wanted: list[Wanted], page_size: int, arena_bytes: int, *, budget_bytes: int) -> None:
     """Refuse a budget in which the largest tensor has no room. Raises BudgetError with its name and the bytes."""
     if not wanted:

@@ -25,6 +25,7 @@ class Checks:
     poison: overwrite freed frames with NaN bytes, so that a stale read cannot look right.
     daemon: "thread" runs pagerd on its own thread, "inline" runs it after each access on the caller's.
     arena_bytes: exactly this much for pages, whatever the budget leaves.
+    page_all: page a model also where all of it would fit the device.
     skip_wait: for control tests on the simulated device: drop the stream waits for which it answers True.
     """
 
@@ -33,6 +34,7 @@ class Checks:
     poison: bool = False
     daemon: str = "thread"
     arena_bytes: int | None = None
+    page_all: bool = False
     skip_wait: Callable[..., bool] | None = None
 
     def __post_init__(self) -> None:

@@ -154,12 +154,23 @@ class Homes:
         return self._planned.get((kind, name))
 
     def new_segment(
-        self, *, name: str, kind: str, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+        self,
+        *,
+        name: str,
+        kind: str,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        home: Home | None = None,
     ) -> Segment:
-        """A segment with frames at its home. Raises TierFull when no tier has room for it."""
+        """A segment with frames at its home (the planned one, if none is given).
+
+        Raises TierFull when no tier has room for it.
+        """
         segment = self._space.add(name=name, kind=kind, size=size, stride=stride, dtype=dtype)
         self._table.grow(self._space.num_pages)
-        home = self._planned.get((kind, name), Home.HOST)
+        if home is None:
+            home = self._planned.get((kind, name), Home.HOST)
         frame = -1
         if home == Home.HOST:
             home, frame = self._below(segment)

@@ -55,6 +55,8 @@ class PagedModel:
         self.model = model
         self.bindings: dict[str, Binding] = {}
         self.small: list[nn.Parameter] = []
+        # Set where the whole training state fits the device: parameters stay ordinary (`pager.fitting`).
+        self.fits = False
         self._mmu = mmu
         self._engine: Engine = mmu.engine
         self._homes = homes
@@ -135,7 +137,8 @@ class PagedModel:
 
     def take_in_late(self, name: str, param: nn.Parameter) -> None:
         """Manage a parameter that came into the model after ``manage()``."""
-        if span_elements(param.size(), param.stride()) * param.element_size() < self._page_size:
+        num_bytes = span_elements(param.size(), param.stride()) * param.element_size()
+        if self.fits or num_bytes < self._page_size:
             _move(param, self._device)
             MANAGED_SMALL[param] = True
             self.small.append(param)

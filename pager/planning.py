@@ -18,7 +18,6 @@ from pager.graph.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
-    from pager.mmu.binding import Binding
     from pager.page_table import PageTable
     from pager.policies.protocol import EvictionPolicy
 
@@ -50,19 +49,22 @@ class Planner:
 
     def capture(
         self,
-        bindings: Sequence[Binding],
+        managed: dict[nn.Parameter, int],
+        gradients: Mapping[int, int],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
         device: torch.device,
         shared: Sequence[object],
     ) -> AccessTrace | None:
-        """Run one step without data; the trace of its forward and backward, None if the model cannot do that."""
+        """Run one step without data; the trace of its forward and backward, None if the model cannot do that.
+
+        ``managed``: the segment of each parameter; ``gradients``: that of its gradient, by the parameter's.
+        """
         own = {id(param) for param in self._model.parameters()}
-        bindings = [binding for binding in bindings if id(binding.tensor) in own]
-        if not bindings:
+        managed = {param: index for param, index in managed.items() if id(param) in own}
+        if not managed:
             return None
-        managed: dict[nn.Parameter, int] = {b.tensor: b.segment.index for b in bindings}  # type: ignore[misc]
         found = capture(self._model, managed, args, kwargs, device=device, shared=shared)
         self.way = _WAYS[found.way]
         self.note = found.reason or ""
@@ -73,7 +75,6 @@ class Planner:
         self._capture = found
         self._inputs = tree_map_only(torch.Tensor, _without_data, (tuple(args), dict(kwargs)))
         self.peak_activation_bytes = found.peak_activation_bytes
-        gradients = {b.segment.index: b.gradient.segment.index for b in bindings if b.gradient is not None}
         segment = found.rows["segment"].astype(np.int64)
         is_gradient = found.rows["phase"] == Phase.GRADIENT
         segment[is_gradient] = [gradients.get(int(index), int(index)) for index in segment[is_gradient]]

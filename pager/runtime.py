@@ -24,6 +24,7 @@ from pager.engine.engine import Engine
 from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import Transfers
 from pager.errors import BudgetError, ConfigError, PagerClosed
+from pager.fitting import FittingModel
 from pager.graph.access_trace import AccessRow
 from pager.homes import Homes, Wanted
 from pager.mmu import special as _special  # noqa: F401  registers the door's special calls
@@ -98,6 +99,13 @@ class Runtime:
         self.table = PageTable()
         wanted = bill.training_state(parameters)
         arena_bytes = self.budget.arena_bytes(None) // page_size * page_size
+        self.fitting: FittingModel | None = None
+        fits = bool(wanted) and not config.checks.page_all and bill.fits(wanted, page_size, arena_bytes)
+        if fits:
+            # All of it is as small as a tensor under a page is: ordinary, on the device, taken off the budget.
+            small = Parameters(paged=[], small=[*parameters.paged, *parameters.small])
+            self.budget.small_bytes = bill.small_bytes(small, self.model)
+            wanted, arena_bytes = [], 0
         bill.check_largest(wanted, page_size, arena_bytes, budget_bytes=self.budget.limit_bytes)
         host_bytes, self.host_budget_bytes = bill.host_room(config, self.device, self.budget, parameters)
         self.host = HostArena(page_size, self.device, max(host_bytes, 0))
@@ -131,6 +139,10 @@ class Runtime:
             paged=self.paged,
             slab_frames=self._slab_frames,
         )
+        if fits:
+            self.paged.fits = True
+            self.fitting = FittingModel(parameters, self.homes, self.device.torch_device, self._end_step)
+            undo.callback(self.fitting.close)
 
     def _take_in(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
         """The model's and the optimizers' tensors go into pages. On failure they are as before, where they
@@ -140,17 +152,24 @@ class Runtime:
             (name, tensor.device)
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         ]
+        everything = Parameters(paged=[], small=[*parameters.paged, *parameters.small])
         try:
-            self.paged.take_in_model(parameters)
+            self.paged.take_in_model(parameters if self.fitting is None else everything)
             self._capture_example()
-            stand_in.watch(self.mmu, self.adopt)
-            for optimizer in optimizers:
-                self.adopt(optimizer)
+            if self.fitting is not None:
+                self.fitting.adopt(optimizers)
+                self.counters.sample_resident(self.fitting.num_bytes)
+            else:
+                stand_in.watch(self.mmu, self.adopt)
+                for optimizer in optimizers:
+                    self.adopt(optimizer)
         except BaseException:
             self._take_back()
             self.paged.put_back(dict(places), optimizers)
             raise
         report = self.homes.report(bill.training_state(parameters))
+        if self.fitting is not None:
+            report = {"device": self.fitting.num_bytes, "host": 0, "disk": 0}
         logger.info(
             "managing %s: %s on the device, %s in host memory, %s on disk; device budget %s, of it %s for pages; "
             "eviction %s; plan %s",
@@ -226,7 +245,7 @@ class Runtime:
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan from one step without data on these inputs."""
         trace = self.planner.capture(
-            list(self.paged.bindings.values()),
+            *self._managed(),
             args,
             kwargs,
             device=self.device.torch_device,
@@ -238,6 +257,16 @@ class Runtime:
                 self.engine.timeline.follow(trace)
             self._plan_update()
         self._fit_arena()
+
+    def _managed(self) -> tuple[dict[nn.Parameter, int], dict[int, int]]:
+        """The segment of each managed parameter, and the gradient's segment by the parameter's."""
+        if self.fitting is not None:
+            return self.fitting.segment_of, self.fitting.gradient_of
+        bindings = self.paged.bindings.values()
+        segments: dict[nn.Parameter, int] = {b.tensor: b.segment.index for b in bindings}  # type: ignore[misc]
+        return segments, {
+            b.segment.index: b.gradient.segment.index for b in bindings if b.gradient is not None
+        }
 
     def _plan_update(self) -> None:
         """Add the accesses of the known optimizers' steps to a captured trace."""
@@ -253,6 +282,8 @@ class Runtime:
                 self.engine.timeline.follow(trace, self.engine.timeline.micro_batches)
 
     def _check_largest_tick(self) -> None:
+        if self.fitting is not None:
+            return
         need, names = self.planner.largest_tick()
         have = (
             self.arena.capacity_bytes
@@ -269,7 +300,7 @@ class Runtime:
     def _fit_arena(self) -> None:
         """Now that activations are known: as many slabs as they leave room for."""
         activations = self.planner.peak_activation_bytes
-        if self.device.is_simulated or activations is None:
+        if self.device.is_simulated or activations is None or self.fitting is not None:
             return
         largest = max((b.segment.num_bytes for b in self.paged.bindings.values()), default=0)
         # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the
@@ -322,6 +353,8 @@ class Runtime:
     def _end_step(self) -> None:
         self.mmu.end_step()
         self.boundary.cross()
+        if self.fitting is not None:
+            self.counters.sample_resident(self.fitting.num_bytes)
         self.config = self.boundary.config
 
     # -- questions ---------------------------------------------------------------------------------
@@ -332,10 +365,11 @@ class Runtime:
             fields: dict[str, Any] = self.counters.as_fields()
             fields["deviations"] = self.engine.timeline.deviations
         wired = int((self.table.home[: self.table.num_pages] == Home.DEVICE).sum()) * self.arena.page_size
+        unpaged = self.fitting.num_bytes if self.fitting is not None else 0
         return Statistics(
             **fields,
-            resident_bytes=self.arena.resident_bytes,
-            peak_resident_bytes=self.arena.peak_resident_bytes,
+            resident_bytes=self.arena.resident_bytes + unpaged,
+            peak_resident_bytes=self.arena.peak_resident_bytes + unpaged,
             wired_bytes=wired,
             device_budget_bytes=self.budget.limit_bytes,
             host_bytes=self.host.reserved_bytes,
@@ -378,6 +412,8 @@ class Runtime:
         for adopted in self.optimizers:
             if adopted.alive:
                 adopted.close(lambda state: values.cpu_tensor(self.mmu, state, alias=True))
+        if self.fitting is not None:
+            self.fitting.close()
         self.paged.take_out_model()
         self.mmu.closed = True
         self.mmu.end_step()

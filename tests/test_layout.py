@@ -42,7 +42,7 @@ LAYERS = (
     ("engine", "homes", "device_budget"),
     ("mmu",),
     ("optim", "model_checks"),
-    ("bill", "paging", "planning", "step_boundary"),
+    ("bill", "fitting", "paging", "planning", "step_boundary"),
     ("runtime", "model_hooks"),
     ("api",),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +49,11 @@ class Pagerd:
         self._inside = threading.local()
         self._thread: threading.Thread | None = None
         if threaded:
-            self._thread = threading.Thread(target=self._loop, name="pagerd", daemon=True)
+            # The thread must not keep a model alive that nobody closed, so it holds us weakly while it waits.
+            weakref.finalize(self, _wake_up, self._wake)
+            self._thread = threading.Thread(
+                target=_loop, args=(weakref.ref(self), self._wake), name="pagerd", daemon=True
+            )
             self._thread.start()
         engine.on_access = self.notify
 
@@ -145,19 +150,24 @@ class Pagerd:
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not self._closed and (not self._pending or self._paused):
-                    self._wake.wait()
-                if self._closed:
-                    return
-                self._pending = False
-                self._busy = True
-            self._pump_or_stop()
-            with self._wake:
-                self._busy = False
-                self._wake.notify_all()
+    def _take_work(self) -> bool:
+        """Whether there is something to do (with the condition's lock); it counts as taken."""
+        if not self._pending or self._paused:
+            return False
+        self._pending = False
+        self._busy = True
+        return True
+
+    def _work(self) -> None:
+        self._pump_or_stop()
+        with self._wake:
+            self._busy = False
+            self._wake.notify_all()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will be brought."""
+        return self._closed
 
     def _pump_or_stop(self) -> None:
         try:
@@ -187,3 +197,23 @@ class Pagerd:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+
+def _loop(ref: weakref.ref[Pagerd], wake: threading.Condition) -> None:
+    while True:
+        with wake:
+            while True:
+                pagerd = ref()
+                if pagerd is None or pagerd.is_closed:
+                    return
+                if pagerd._take_work():
+                    break
+                del pagerd
+                wake.wait()
+        pagerd._work()
+        del pagerd
+
+
+def _wake_up(wake: threading.Condition) -> None:
+    with wake:
+        wake.notify_all()

@@ -52,6 +52,12 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         _set_data(tensor, data)
 
 
+def raw_version(tensor: torch.Tensor) -> int:
+    """The version counter of this very tensor, also of a paged one."""
+    with NoTorchFunction():
+        return int(_get_version(tensor))
+
+
 class Binding:
     """A paged tensor's segment, its phantom, and how many operations use it now.
 
@@ -102,8 +108,7 @@ class Binding:
 
     def version(self) -> int:
         """The tensor's version counter; every counted in-place write moves it."""
-        with NoTorchFunction():
-            return self.versions_before + int(_get_version(self.tensor))
+        return self.versions_before + raw_version(self.tensor)
 
     def bump_version(self) -> None:
         """Count a write that did not go through the tensor."""

@@ -80,7 +80,6 @@ class Gradients:
         ):
             # The parameter was converted (model.half(), channels_last) while it had no gradient.
             self._mmu.renew(slot, _laid_out(grad, binding.segment))
-            slot.bump_version()
             return
         if grad.dtype != slot.segment.dtype:
             raise ConfigError(

@@ -164,10 +164,6 @@ class Mmu:
         self, binding: Binding, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         """What autograd saved of a tensor, on the device again."""
-        if self.closed:
-            with NoTorchFunction():
-                storage = binding.tensor.untyped_storage()
-            return strided_view(storage, dtype, size, stride, offset)
         self.before_access()
         if self.aliases:
             self.aliases.settle([binding])

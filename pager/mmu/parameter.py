@@ -30,6 +30,11 @@ class Paged(torch.Tensor):
 
     _pager: Binding
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """The one method that torch does not send through ``__torch_function__``."""
+        func = torch.Tensor.set_
+        return SPECIAL[func](func, (self, *args), kwargs)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pager.mmu.binding import Binding
+from pager.mmu.binding import Binding, raw_version, strided_view
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -53,11 +53,14 @@ def changed_since(tensor_name: str, size: torch.Size, found: int, expected: int)
 class _SavedFrame:
     """A saved tensor that lay in a managed frame."""
 
-    __slots__ = ("binding", "conj", "dtype", "neg", "offset", "size", "stride", "version")
+    __slots__ = ("base", "binding", "conj", "dtype", "neg", "offset", "size", "stride", "version")
 
     def __init__(self, binding: Binding, tensor: torch.Tensor) -> None:
         self.binding = binding
-        self.version = binding.version()
+        # A gradient that is dropped while this refers to it becomes an ordinary tensor with the old values,
+        # and so does a parameter when its model is closed.
+        self.base = binding.tensor
+        self.version = raw_version(self.base)
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.dtype = tensor.dtype
@@ -66,10 +69,15 @@ class _SavedFrame:
         self.offset = int(tensor.storage_offset())
 
     def unpack(self) -> torch.Tensor:
-        found = self.binding.version()
+        found = raw_version(self.base)
         if found != self.version:
             raise changed_since(f"parameter {self.binding.name}", self.size, found, self.version)
-        tensor = self.binding.mmu.fault_saved(self.binding, self.dtype, self.size, self.stride, self.offset)
+        if getattr(self.base, "_pager", None) is self.binding:
+            mmu = self.binding.mmu
+            tensor = mmu.fault_saved(self.binding, self.dtype, self.size, self.stride, self.offset)
+        else:
+            storage = self.base.untyped_storage()
+            tensor = strided_view(storage, self.dtype, self.size, self.stride, self.offset)
         if self.conj:
             tensor = torch._conj(tensor)
         if self.neg:

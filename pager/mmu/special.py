@@ -15,6 +15,7 @@ from pager.mmu.binding import NoTorchFunction
 from pager.mmu.parameter import SPECIAL, Paged, access
 
 _SAVES_STATE = nn.Module._save_to_state_dict.__code__
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 # torch's stubs do not know that class attributes are descriptors.
 _Tensor: Any = torch.Tensor
@@ -86,8 +87,14 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     the caller is looked at. Everybody else gets an alias on the device, as of any tensor.
     """
     binding = args[0]._pager
-    if binding.segment.kind == "parameter" and sys._getframe(2).f_code is _SAVES_STATE:
+    caller = sys._getframe(2).f_code
+    if binding.segment.kind == "parameter" and caller is _SAVES_STATE:
         return values.cpu_tensor(binding.mmu, binding, alias=True)
+    if caller is _MAKES_PARAMETER:
+        raise ConfigError(
+            f"{binding.name}: nn.Parameter(...) of a managed parameter would share its pages. Give it a copy, "
+            "p.detach().clone(), or do this before pager.manage()"
+        )
     return access(func, args, kwargs)
 
 
@@ -184,8 +191,20 @@ def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(tensor, *args[1:], **kwargs)
 
 
+@_handles(_method("set_"))
+def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p.set_(tensor)`` of the same kind, as parametrizations do, gives it the values; else it is refused."""
+    target = args[0]
+    source = args[1] if len(args) == 2 else kwargs.get("source")
+    segment = target._pager.segment
+    if not isinstance(source, torch.Tensor) or source.shape != segment.size or source.dtype != segment.dtype:
+        return _refuse(func, args, kwargs)
+    with torch.no_grad():
+        return target.copy_(source)
+
+
 @_handles(
-    _method("set_"), _method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_")
+    _method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_")
 )
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))

@@ -17,6 +17,7 @@ from pager.mmu.binding import Binding
 from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor
 from pager.optim import state_dict
 from pager.optim.probe import ProbeResult, admit, probe_key
+from pager.optim.shadow import move_state
 from pager.optim.update import Update
 
 if TYPE_CHECKING:
@@ -256,3 +257,4 @@ class AdoptedOptimizer:
             for key, value in state.items():
                 if type(value) is PagedTensor:
                     state[key] = tensor_of(value._pager)
+        move_state(self.optimizer, torch.device("cpu"))

@@ -46,7 +46,7 @@ class Cut(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """``cut``, the dtypes of the state tensors shaped like their parameter, by key, and whether gradients are written."""
+    """``cut``, the dtypes by key of states shaped like their parameter, and whether gradients are written."""
 
     cut: Cut
     state_dtypes: dict[str, torch.dtype]

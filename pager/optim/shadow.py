@@ -95,3 +95,11 @@ def make_shadow(
     full.update(state)
     shadow.state = full
     return shadow
+
+
+def move_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the optimizer's ordinary state tensors to ``device``; scalars such as Adam's step stay where it put them."""
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if type(value) is torch.Tensor and value.dim() > 0:
+                state[key] = value.to(device)

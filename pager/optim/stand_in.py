@@ -85,14 +85,15 @@ class _Call:
 
 
 _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
-_adopters: list[tuple[weakref.ref[Any], Adopt]] = []
+# Weak, so that a model nobody closed can be collected.
+_adopters: list[tuple[weakref.ref[Any], weakref.WeakMethod[Adopt]]] = []
 _handles: list[Any] = []
 _calls: weakref.WeakKeyDictionary[Optimizer, _Call] = weakref.WeakKeyDictionary()
 
 
 def watch(mmu: Any, adopt: Adopt) -> None:
     """Redirect the steps of optimizers over parameters of ``mmu``."""
-    _adopters.append((weakref.ref(mmu), adopt))
+    _adopters.append((weakref.ref(mmu), weakref.WeakMethod(adopt)))
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before))
         _handles.append(register_optimizer_step_post_hook(_after))
@@ -112,7 +113,7 @@ def _adopter_of(optimizer: Optimizer) -> Adopt | None:
             if type(param) is PagedParameter:
                 for ref, adopt in _adopters:
                     if ref() is param._pager.mmu:
-                        return adopt
+                        return adopt()
     return None
 
 

@@ -33,9 +33,8 @@ import torch
 
 from pager.graph.access_trace import Phase
 from pager.mmu.binding import Binding, strided_view
-from pager.optim.probe import Cut, ProbeResult
+from pager.optim.schedule import Slice, cut, unit_ranges
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes, snapshot_group
-from pager.units import ceil_div
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -83,35 +82,11 @@ class Update:
         return units
 
     def _cut(self, group_index: int, binding: Binding) -> list[_PagedUnit]:
-        adopted = self.adopted
-        segment = binding.segment
-        probed = adopted.probed(self.groups[group_index], binding)
-        self.writes_gradients |= probed.writes_gradients
-        progress = _Progress(binding, group_index)
-        if probed.cut is not Cut.SLICEABLE or not segment.dense or not self._lie_alike(binding, probed):
-            progress.num_units = 1
-            return [_PagedUnit(progress, 0, segment.num_elements, sliced=False)]
-        per_unit = adopted.unit_elements(binding, probed)
-        starts = range(0, segment.num_elements, per_unit)
-        progress.num_units = len(starts)
-        return [
-            _PagedUnit(progress, begin, min(begin + per_unit, segment.num_elements), sliced=True)
-            for begin in starts
-        ]
-
-    def _lie_alike(self, binding: Binding, probed: ProbeResult) -> bool:
-        """Whether a slice of storage is the same elements of parameter, gradient and states.
-
-        Not so after ``model.to(memory_format=...)`` or ``.double()``: torch leaves the states as they were.
-        """
-        assert binding.gradient is not None
-        stride = binding.segment.stride
-        if binding.gradient.segment.stride != stride:
-            return False
-        return all(
-            state.segment.stride == stride and state.segment.dtype == probed.state_dtypes.get(key)
-            for key, state in self.adopted.paged_states(binding).items()
-        )
+        group = self.groups[group_index]
+        self.writes_gradients |= self.adopted.probed(group, binding).writes_gradients
+        pieces = cut(self.adopted, group, binding)
+        progress = _Progress(binding, group_index, num_units=len(pieces))
+        return [_PagedUnit(progress, piece) for piece in pieces]
 
     def keep_gradients(self) -> None:
         """After an interrupt: copies of ordinary gradients, which no door keeps users from zeroing."""
@@ -201,35 +176,28 @@ def _commit_small_state(live: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 class _PagedUnit:
-    """Elements [begin, end) of a paged parameter, in the order of its storage; or all of it, in its shape."""
+    """A slice of a paged parameter, in the order of its storage; or all of it, in its shape."""
 
-    __slots__ = ("begin", "end", "progress", "sliced", "staged")
+    __slots__ = ("piece", "progress", "staged")
 
-    def __init__(self, progress: _Progress, begin: int, end: int, *, sliced: bool) -> None:
+    def __init__(self, progress: _Progress, piece: Slice) -> None:
         self.progress = progress
-        self.begin = begin
-        self.end = end
-        self.sliced = sliced
+        self.piece = piece
         self.staged: tuple[torch.Tensor, dict[str, Any]] | None = None  # the stepped copy, its state
 
     def run(self, update: Update) -> None:
         adopted = update.adopted
-        binding = self.progress.binding
-        assert binding.gradient is not None
-        states = adopted.paged_states(binding)
-        keep_whole = adopted.keeps_whole(binding.segment)
-        wanted = [
-            self._range(binding.segment, whole=keep_whole),
-            self._range(binding.gradient.segment),
-            *(
-                self._range(state.segment, overwrite=self._is_new(adopted.engine, state.segment))
-                for state in states.values()
-            ),
-        ]
         engine = adopted.engine
+        binding = self.progress.binding
+        states = adopted.paged_states(binding)
+        ranges = unit_ranges(adopted, binding, self.piece)
+        wanted = [
+            (segment, first, num_pages, place >= 2 and self._is_new(engine, segment, first, num_pages))
+            for place, (segment, first, num_pages) in enumerate(ranges)
+        ]
         with engine.lock:
             engine.timeline.new_tick()
-            for segment, first, num_pages, _ in wanted:
+            for segment, first, num_pages in ranges:
                 engine.timeline.access(segment.index, first, num_pages, write=True, phase=Phase.UPDATE)
         runs = engine.acquire_all(wanted, f"the update of {binding.name}")
         leases = [engine.lease(run) for run in runs]
@@ -237,7 +205,7 @@ class _PagedUnit:
         try:
             views += [
                 self._view(lease, run, segment)
-                for lease, run, (segment, *_) in zip(leases, runs, wanted, strict=True)
+                for lease, run, (segment, *_) in zip(leases, runs, ranges, strict=True)
             ]
             if self.staged is None:
                 self.staged = self._compute(update, views)
@@ -248,29 +216,19 @@ class _PagedUnit:
             views.clear()
         self._done(update)
 
-    def _is_new(self, engine: Engine, segment: Segment) -> bool:
-        first, num_pages = self._pages(segment)
+    @staticmethod
+    def _is_new(engine: Engine, segment: Segment, first: int, num_pages: int) -> bool:
+        """Whether these pages of a state have no value yet, so that nothing is to be read."""
         begin = segment.first_page + first
         return not engine.table.has_value(begin, begin + num_pages)
 
-    def _pages(self, segment: Segment) -> tuple[int, int]:
-        if not self.sliced:
-            return 0, segment.num_pages
-        first = self.begin * segment.dtype.itemsize // segment.page_size
-        return first, ceil_div((self.end - self.begin) * segment.dtype.itemsize, segment.page_size)
-
-    def _range(
-        self, segment: Segment, *, overwrite: bool = False, whole: bool = False
-    ) -> tuple[Segment, int, int, bool]:
-        first, num_pages = (0, segment.num_pages) if whole else self._pages(segment)
-        return segment, first, num_pages, overwrite
-
     def _view(self, lease: torch.Tensor, run: Run, segment: Segment) -> torch.Tensor:
         storage = lease.untyped_storage()
-        if not self.sliced:
+        if self.piece.whole:
             return strided_view(storage, segment.dtype, segment.size, segment.stride)
-        offset = self.begin - run.first * segment.page_size // segment.dtype.itemsize
-        return strided_view(storage, segment.dtype, torch.Size((self.end - self.begin,)), (1,), offset)
+        begin, end, _ = self.piece
+        offset = begin - run.first * segment.page_size // segment.dtype.itemsize
+        return strided_view(storage, segment.dtype, torch.Size((end - begin,)), (1,), offset)
 
     def _compute(self, update: Update, views: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Step copies of the views (parameter, gradient, paged states). The user's class sees nothing but copies."""
@@ -309,7 +267,7 @@ class _PagedUnit:
                 view, run = views[places[key]], runs[places[key]]
             else:
                 state = adopted.make_state(binding, key, value.dtype)
-                wanted = self._range(state.segment, overwrite=True)
+                wanted = (state.segment, *self.piece.pages(state.segment), True)
                 run = engine.acquire_all([wanted], f"the update of {binding.name}")[0]
                 view = self._view(engine.lease(run), run, state.segment)
             view.copy_(value)
@@ -328,7 +286,7 @@ class _PagedUnit:
                 else value
                 for key, value in new_state.items()
             }
-        progress.done.add(self.begin)
+        progress.done.add(self.piece.begin)
         if len(progress.done) == progress.num_units:
             states = update.adopted.optimizer.state
             if progress.state or progress.binding.tensor in states:

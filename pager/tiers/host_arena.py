@@ -208,6 +208,11 @@ class HostArena:
         for piece in pieces:
             self._drop(piece)
 
+    def __del__(self) -> None:
+        # A model that nobody closed: its memory must not stay registered with the device.
+        if hasattr(self, "_pieces"):
+            self.close()
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise PagerClosed("the host arena was closed")

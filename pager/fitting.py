@@ -1,0 +1,86 @@
+"""A model whose whole training state fits the device: nothing is paged, and nothing stands in the way.
+
+Full residency costs nothing only if the door comes off too: parameters stay ordinary ones on the compute device,
+their updates are the optimizer's own. What remains is the handle: a plan (every page has its home on the device),
+statistics, step boundaries, and ``close()``. The optimizer's steps are seen through torch's global hooks, at the
+cost of a set lookup.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pager.bill import ASSUMED_STATES
+from pager.homes import Homes
+from pager.optim.shadow import move_state
+from pager.page_table import Home
+
+if TYPE_CHECKING:
+    from pager.model_checks import Parameters
+
+
+class FittingModel:
+    """The segments of a model that fits, for its plan, and the watch on its optimizers' steps."""
+
+    def __init__(
+        self, parameters: Parameters, homes: Homes, device: torch.device, end_step: Callable[[], None]
+    ) -> None:
+        self.segment_of: dict[nn.Parameter, int] = {}
+        self.gradient_of: dict[int, int] = {}
+        self.num_bytes = 0
+        self._device = device
+        self._end_step = end_step
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._own: set[int] = {id(param) for _, param in (*parameters.paged, *parameters.small)}
+        for name, param in parameters.paged:
+            self._make_segments(name, param, homes)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def _make_segments(self, name: str, param: nn.Parameter, homes: Homes) -> None:
+        layout: dict[str, Any] = {"size": param.size(), "stride": param.stride(), "dtype": param.dtype}
+        own = homes.new_segment(name=name, kind="parameter", home=Home.DEVICE, **layout)
+        self.segment_of[param] = own.index
+        made = [own]
+        if param.requires_grad:
+            gradient = homes.new_segment(name=name, kind="gradient", home=Home.DEVICE, **layout)
+            self.gradient_of[own.index] = gradient.index
+            states = [f"{name}.state{index}" for index in range(ASSUMED_STATES)]
+            made += [
+                gradient,
+                *(homes.new_segment(name=s, kind="state", home=Home.DEVICE, **layout) for s in states),
+            ]
+        self.num_bytes += sum(segment.num_pages * segment.page_size for segment in made)
+
+    def adopt(self, optimizers: Iterable[Optimizer]) -> None:
+        """Bring the optimizers' existing states to where the parameters are."""
+        for optimizer in optimizers:
+            move_state(optimizer, self._device)
+            self._optimizers.add(optimizer)
+
+    def _holds_ours(self, optimizer: Optimizer) -> bool:
+        return any(id(param) in self._own for group in optimizer.param_groups for param in group["params"])
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._optimizers and self._holds_ours(optimizer):
+            self.adopt([optimizer])
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._optimizers:
+            self._end_step()
+
+    def close(self) -> None:
+        """Stop watching; the optimizers' states follow the parameters to the CPU."""
+        for handle in self._handles:
+            handle.remove()
+        for optimizer in self._optimizers:
+            move_state(optimizer, torch.device("cpu"))
