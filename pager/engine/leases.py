@@ -118,9 +118,12 @@ class Leases:
         fence = run.last_events()
         frame, num_pages = run.frame, run.num_pages
         run.frame = -1
-        if self._poison:
-            fence = self._poison_frames(frame, num_pages, fence)
-        self.arena.free(frame, fence)
+        try:
+            if self._poison:
+                fence = self._poison_frames(frame, num_pages, fence)
+        finally:
+            # Frames whose owner is gone would be chosen as victims for ever.
+            self.arena.free(frame, fence)
         self._evicted_once.add(run.segment.index)
         self._no_longer_prefetched(run)
         self.horizon = min(self.horizon, self.timeline.next_use(run.segment.index))
