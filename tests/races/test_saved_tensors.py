@@ -99,3 +99,35 @@ def test_packing_is_what_plain_torch_would_compute_without_it() -> None:
     (expected,) = torch.autograd.grad(plain(x).square().sum(), [x])
     layer.pager.close()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_a_saved_gradient_outlives_its_parameters_next_one(convert: bool) -> None:
+    """What autograd saved of a gradient that was dropped is the old values, as in plain torch."""
+    found = []
+    for managed in (True, False):
+        layer = make_managed_layer(skip_only(None)) if managed else nn.Linear(96, 96, bias=False)
+        layer(torch.ones(1, 96)).sum().backward()
+        x = torch.ones(96, 96, requires_grad=True)
+        assert layer.weight.grad is not None
+        product = (layer.weight.grad * x).sum()
+        layer.weight.grad = None
+        if convert:
+            layer.half()
+        layer(torch.full((1, 96), 3.0).to(layer.weight.dtype)).sum().backward()
+        product.backward()
+        assert x.grad is not None
+        found.append(x.grad)
+        if managed:
+            layer.pager.close()
+    assert torch.equal(found[0], found[1])
+
+
+def test_a_backward_after_close_uses_the_ordinary_weight() -> None:
+    layer = make_managed_layer(skip_only(None))
+    x = torch.randn(1, 96, requires_grad=True)
+    loss = layer(x).sum()
+    layer.pager.close()
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(1, 96) @ layer.weight.detach())
