@@ -24,7 +24,7 @@ KNOBS: dict[str, Any] = {
     "device": "cpu",
     "page_size": "16KiB",
     "device_budget": "8MiB",
-    "checks": Checks(happens_before=True, poison=True, daemon="inline"),
+    "checks": Checks(happens_before=True, poison=True, daemon="inline", page_all=True),
 }
 
 
