@@ -41,10 +41,13 @@ class FittingModel:
         self._own: set[int] = {id(param) for _, param in (*parameters.paged, *parameters.small)}
         for name, param in parameters.paged:
             self._make_segments(name, param, homes)
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+        # torch's hooks live as long as the process: they must not keep a dropped model's runtime alive.
+        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        handles = [
+            register_optimizer_step_pre_hook(lambda *call: _if_alive(before, *call)),
+            register_optimizer_step_post_hook(lambda *call: _if_alive(after, *call)),
         ]
+        self._remove_hooks = weakref.finalize(self, _remove, handles)
 
     def _make_segments(self, name: str, param: nn.Parameter, homes: Homes) -> None:
         layout: dict[str, Any] = {"size": param.size(), "stride": param.stride(), "dtype": param.dtype}
@@ -80,7 +83,17 @@ class FittingModel:
 
     def close(self) -> None:
         """Stop watching; the optimizers' states follow the parameters to the CPU."""
-        for handle in self._handles:
-            handle.remove()
+        self._remove_hooks()
         for optimizer in self._optimizers:
             move_state(optimizer, torch.device("cpu"))
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _if_alive(method: weakref.WeakMethod[Callable[..., None]], *call: Any) -> None:
+    bound = method()
+    if bound is not None:
+        bound(*call)

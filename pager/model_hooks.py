@@ -47,7 +47,7 @@ class _FirstBatch(_Hook):
             return  # an evaluation; the first training step is what the plan is about
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint around the whole model recomputes it: the real step shows that, and is recorded
-        if not self._runtime.bindings_of(module):
+        if not self._runtime.manages_parameter_of(module):
             return  # torch.func.functional_call put other tensors in their place
         try:
             self._runtime.capture(args, kwargs)

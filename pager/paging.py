@@ -323,3 +323,14 @@ def _move(param: nn.Parameter, device: torch.device) -> None:
         param.data = param.data.to(device)
         if param.grad is not None:
             param.grad = param.grad.to(device)
+
+
+def waits_for_values(model: nn.Module, init: Callable[[nn.Module], None] | None) -> bool:
+    """Whether a parameter on meta has no way to get a value but ``load_state_dict``."""
+    return init is None and any(
+        param is not None
+        and param.device.type == "meta"
+        and not callable(getattr(module, "reset_parameters", None))
+        for module in model.modules()
+        for param in module._parameters.values()
+    )

@@ -39,7 +39,7 @@ from pager.optim.adopted import UNIT_BYTES, AdoptedOptimizer
 from pager.optim.probe import check_optimizers
 from pager.optim.schedule import expected_rows
 from pager.page_table import Home, PageTable
-from pager.paging import PagedModel
+from pager.paging import PagedModel, waits_for_values
 from pager.planning import Planner
 from pager.policies.protocol import make_eviction_policy
 from pager.statistics import Counters, Statistics
@@ -101,6 +101,8 @@ class Runtime:
         arena_bytes = self.budget.arena_bytes(None) // page_size * page_size
         self.fitting: FittingModel | None = None
         fits = bool(wanted) and not config.checks.page_all and bill.fits(wanted, page_size, arena_bytes)
+        # A parameter that waits for load_state_dict() must be missed at its first use: only a paged one is.
+        fits = fits and not waits_for_values(self.model, config.init)
         if fits:
             # All of it is as small as a tensor under a page is: ordinary, on the device, taken off the budget.
             small = Parameters(paged=[], small=[*parameters.paged, *parameters.small])
@@ -384,6 +386,11 @@ class Runtime:
         """Raise PagerClosed after close()."""
         if self.closed:
             raise PagerClosed("this handle is closed; call pager.manage(model) for a new one")
+
+    def manages_parameter_of(self, module: nn.Module) -> bool:
+        """Whether ``module`` has one of the managed parameters, paged or not."""
+        managed, _ = self._managed()
+        return any(param in managed for param in module.parameters())
 
     def bindings_of(self, module: nn.Module) -> list[Binding]:
         """The paged parameters of ``module``."""

@@ -79,6 +79,7 @@ class Timeline:
     def follow(self, trace: AccessTrace, micro_batches: int = 1) -> None:
         """Follow this one-micro-batch trace from its start, with ``micro_batches`` rounds before each update."""
         self._base = trace
+        self.resize(int(trace.segment.max(initial=-1)) + 1)
         self.micro_batches = micro_batches
         whole = trace.repeat_micro_batches(micro_batches)
         self.trace = whole

@@ -139,7 +139,7 @@ def test_300_steps_use_no_more_of_anything() -> None:
 def test_nothing_grows_over_hostile_steps() -> None:
     """State dicts, evaluations, exceptions and assigned gradients leave nothing behind either."""
     case = models.make_mlp(depth=2)
-    model = manage(case.model, share=0.5, checks=Checks(streams="early", poison=True))
+    model = manage(case.model, share=0.5, checks=Checks(streams="early", poison=True, daemon="inline"))
     optimizer = adamw(model)
 
     def hostile(step: int) -> None:

@@ -122,7 +122,8 @@ def test_captured_order_is_the_real_order() -> None:
     """What a step on meta showed is what the door sees on the GPU, checkpointing included."""
     case = models.BUILDERS["decoder_nonreentrant"]()
     batch = on_gpu(case, 0)
-    pager.manage(case.model, device="cuda", page_size=PAGE, example_inputs=batch[0] or batch[1])
+    checks = Checks(page_all=True)
+    pager.manage(case.model, device="cuda", page_size=PAGE, checks=checks, example_inputs=batch[0] or batch[1])
     runtime = case.model.pager._runtime
     case.loss(case.model(*batch[0], **batch[1]), batch).backward()
     captured = [
