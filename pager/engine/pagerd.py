@@ -199,9 +199,9 @@ class Pagerd:
             self._thread = None
 
 
-def _loop(ref: weakref.ref[Pagerd], wake: threading.Condition) -> None:
+def _loop(ref: weakref.ref[Pagerd], changed: threading.Condition) -> None:
     while True:
-        with wake:
+        with changed:
             while True:
                 pagerd = ref()
                 if pagerd is None or pagerd.is_closed:
@@ -209,11 +209,11 @@ def _loop(ref: weakref.ref[Pagerd], wake: threading.Condition) -> None:
                 if pagerd._take_work():
                     break
                 del pagerd
-                wake.wait()
+                changed.wait()
         pagerd._work()
         del pagerd
 
 
-def _wake_up(wake: threading.Condition) -> None:
-    with wake:
-        wake.notify_all()
+def _wake_up(changed: threading.Condition) -> None:
+    with changed:
+        changed.notify_all()

@@ -44,11 +44,7 @@ class Gradients:
                 return
             if binding.gradient is None:
                 binding.gradient = self._make(binding)
-            binding.hook = binding.tensor.register_post_accumulate_grad_hook(self._take)
-
-    def _take(self, tensor: Any) -> None:
-        binding: Binding = tensor._pager
-        self.absorb(binding)
+            binding.hook = binding.tensor.register_post_accumulate_grad_hook(_take)
 
     def absorb(self, binding: Binding) -> None:
         """Move the gradient that autograd left on the parameter into the segment."""
@@ -152,6 +148,12 @@ class Gradients:
                 make_ordinary(kept, slot.original_class, view.clone())
             del view
         mmu.engine.discard(slot.segment)
+
+
+def _take(tensor: Any) -> None:
+    # Not a bound method: torch's hook dictionary is invisible to the garbage collector and would keep the model alive.
+    binding: Binding = tensor._pager
+    binding.mmu.gradients.absorb(binding)
 
 
 def _same_layout(one: Segment, other: Segment) -> bool:

@@ -203,9 +203,7 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return target.copy_(source)
 
 
-@_handles(
-    _method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_")
-)
+@_handles(_method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_"))
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     binding = args[0]._pager if isinstance(args[0], Paged) else args[1]._pager

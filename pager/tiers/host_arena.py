@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -210,8 +211,12 @@ class HostArena:
 
     def __del__(self) -> None:
         # A model that nobody closed: its memory must not stay registered with the device.
-        if hasattr(self, "_pieces"):
-            self.close()
+        if getattr(self, "_is_closed", True) or not self._pieces or sys.is_finalizing():
+            return
+        self._device.close()  # copies may be under way
+        for piece in self._pieces.values():
+            if piece.is_registered:
+                self._device.unregister_host(piece.memory.data_ptr())
 
     def _check_open(self) -> None:
         if self._is_closed:
