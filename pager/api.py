@@ -13,6 +13,7 @@ from pager.config import Config
 from pager.errors import ConfigError
 from pager.graph.plan import Plan
 from pager.model_hooks import ModelHooks
+from pager.policies.protocol import make_eviction_policy
 from pager.runtime import Runtime
 from pager.statistics import Statistics
 
@@ -101,7 +102,8 @@ class Handle:
         runtime = self._runtime
         return runtime.planner.plan(
             budgets={"device": runtime.arena.capacity_bytes, "host": runtime.host_budget_bytes},
-            policy=runtime.engine.policy,
+            # A fresh one: what the running one knows of the past would colour the prediction.
+            policy=make_eviction_policy(runtime.config.eviction),
         )
 
     def statistics(self) -> Statistics:

@@ -15,6 +15,7 @@ from pager.graph.access_trace import AccessRow, AccessTrace, Phase, SegmentSpec
 from pager.graph.capture import Capture, capture
 from pager.graph.cost_model import estimate_tick_seconds
 from pager.graph.plan import Plan, make_plan
+from pager.page_table import Home
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -128,10 +129,12 @@ class Planner:
         return self._first_use.get(segment, 1 << 40 | segment)
 
     def largest_tick(self) -> tuple[int, list[str]]:
-        """The bytes of the operation that names most pages at once, and the tensors it names."""
+        """The bytes that the hungriest operation must stream in at once, and the tensors it names."""
         if self.trace is None or not len(self.trace):
             return 0, []
-        need = np.bincount(self.trace.tick, self.trace.num_pages) * self._page_size
+        homes = np.array([int(self._table.home[segment.first_page]) for segment in self._segments])
+        streamed = np.where(homes[self.trace.segment] == Home.DEVICE, 0, self.trace.num_pages)
+        need = np.bincount(self.trace.tick, streamed) * self._page_size
         tick = int(np.argmax(need))
         names = [self._segments[int(s)].name for s in self.trace.segment[self.trace.tick == tick]]
         return int(need[tick]), names

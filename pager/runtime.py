@@ -292,6 +292,7 @@ class Runtime:
             if self.device.is_simulated
             else self.budget.arena_bytes(self.planner.peak_activation_bytes)
         )
+        have -= int((self.table.home[: self.table.num_pages] == Home.DEVICE).sum()) * self.arena.page_size
         if need > have:
             raise BudgetError(
                 f"pager: one operation needs {', '.join(names[:6])} on the device together, {format_bytes(need)}; of "

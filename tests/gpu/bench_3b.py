@@ -24,11 +24,17 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+from torch import nn
 
 import pager
 from pager.config import Checks
 from pager.tools.language_model import make_model
 from pager.tools.model_sizes import PRESETS
+
+
+def handle_of(model: nn.Module) -> Any:
+    """The model's handle; torch types every attribute of a module as a tensor or a module."""
+    return model.pager
 
 
 class Sampler(threading.Thread):
@@ -57,7 +63,7 @@ class Sampler(threading.Thread):
         return self.peak_bytes
 
 
-def checksums(model: torch.nn.Module) -> dict[str, int]:
+def checksums(model: nn.Module) -> dict[str, int]:
     """CRC-32 of each parameter's bytes."""
     return {
         name: zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
@@ -65,9 +71,7 @@ def checksums(model: torch.nn.Module) -> dict[str, int]:
     }
 
 
-def train(
-    model: torch.nn.Module, optimizer: Any, args: argparse.Namespace
-) -> tuple[list[float], list[float]]:
+def train(model: nn.Module, optimizer: Any, args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Losses and seconds of each step on random tokens."""
     losses, seconds = [], []
     generator = torch.Generator().manual_seed(0)
@@ -112,8 +116,8 @@ def run_managed(args: argparse.Namespace) -> dict[str, Any]:
     model.load_state_dict(torch.load(args.weights, mmap=True, weights_only=True, map_location="cpu"))
     loaded = time.perf_counter()
     losses, seconds = train(model, optimizer, args)
-    statistics = model.pager.statistics().as_dict()
-    plan = model.pager.plan
+    statistics = handle_of(model).statistics().as_dict()
+    plan = handle_of(model).plan
     result = {
         "losses": losses,
         "seconds": seconds,

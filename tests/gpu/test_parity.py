@@ -34,6 +34,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def handle_of(model: nn.Module) -> Any:
+    """The model's handle; torch types every attribute of a module as a tensor or a module."""
+    return model.pager
+
+
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
     """Some CUDA backwards differ from themselves; parity is a question only where they do not.
@@ -102,11 +107,11 @@ def check_parity(
         managed.model, made, device="cuda", page_size=PAGE, checks=Checks(arena_bytes=arena, **checks)
     )
     got = train(managed, made, mode)
-    statistics = managed.model.pager.statistics()
+    statistics = handle_of(managed.model).statistics()
     assert statistics.peak_resident_bytes <= arena
     if share < 1:
         assert statistics.page_in_bytes > 0
-    managed.model.pager.close()
+    handle_of(managed.model).close()
     check_equal(got, expected)
     for ours, theirs in zip(managed.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(ours.detach(), theirs.detach().cpu())
@@ -123,8 +128,10 @@ def test_captured_order_is_the_real_order() -> None:
     case = models.BUILDERS["decoder_nonreentrant"]()
     batch = on_gpu(case, 0)
     checks = Checks(page_all=True)
-    pager.manage(case.model, device="cuda", page_size=PAGE, checks=checks, example_inputs=batch[0] or batch[1])
-    runtime = case.model.pager._runtime
+    pager.manage(
+        case.model, device="cuda", page_size=PAGE, checks=checks, example_inputs=batch[0] or batch[1]
+    )
+    runtime = handle_of(case.model)._runtime
     case.loss(case.model(*batch[0], **batch[1]), batch).backward()
     captured = [
         (int(s), int(p))
@@ -133,7 +140,7 @@ def test_captured_order_is_the_real_order() -> None:
     seen = [(row.segment, row.phase) for row in runtime.engine.timeline.recorded]
     assert len(seen) > 20
     assert seen == captured
-    case.model.pager.close()
+    handle_of(case.model).close()
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
@@ -182,7 +189,7 @@ def test_grad_scaler() -> None:
             optimizer.zero_grad()
             scales.append(scaler.get_scale())
         if managed:
-            case.model.pager.close()
+            handle_of(case.model).close()
         return scales, [p.detach().cpu() for p in case.model.parameters()]
 
     scales, params = run(True)
@@ -208,7 +215,7 @@ def test_side_stream() -> None:
         got = train(case, optimizer, "plain")
     torch.cuda.current_stream().wait_stream(stream)
     check_equal(got, train(plain, torch.optim.AdamW(plain.model.parameters()), "plain"))
-    case.model.pager.close()
+    handle_of(case.model).close()
 
 
 def test_steady_state_allocates_nothing() -> None:
@@ -223,7 +230,7 @@ def test_steady_state_allocates_nothing() -> None:
         case.loss(case.model(*batch[0]), batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        statistics = case.model.pager.statistics()
+        statistics = handle_of(case.model).statistics()
         sizes.append((torch.cuda.memory_reserved(), statistics.host_bytes))
-    case.model.pager.close()
+    handle_of(case.model).close()
     assert len(set(sizes[5:])) == 1
