@@ -1,8 +1,8 @@
 """The engine against a dictionary: random programs over all homes, with leases kept alive and a disk that fails.
 
-The model of a segment is its newest bytes, or None. Whatever the program, under late streams with poisoned frames and the
-happens-before checker: reads give the newest bytes, failures change nothing, every page with a value has a good copy,
-frames are resident or free, pins count leases, and the budget holds.
+The model of a segment is its newest bytes, or None. Whatever the program, under late and early streams with poisoned
+frames and the happens-before checker: reads give the newest bytes, failures change nothing, every page with a value
+has a good copy, frames are resident or free, pins count leases, and the budget holds.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class EngineModel(RuleBasedStateMachine):
         trace=st.lists(segments, min_size=1, max_size=12),
         distance=st.integers(0, 3),
     )
-    def start(
-        self, streams: str, eviction: str, spare_frames: int, trace: list[int], distance: int
-    ) -> None:
+    def start(self, streams: str, eviction: str, spare_frames: int, trace: list[int], distance: int) -> None:
         """All segments are EMPTY but the wired one."""
         self.folder = tempfile.TemporaryDirectory()
         self.rig = Rig(
@@ -265,7 +263,11 @@ class EngineModel(RuleBasedStateMachine):
         self.held.pop(number % len(self.held))
         gc.collect(0)
 
-    @rule(operation=st.sampled_from(["read", "write"]), calls=st.integers(1, 2), torn_bytes=st.sampled_from([0, 100]))
+    @rule(
+        operation=st.sampled_from(["read", "write"]),
+        calls=st.integers(1, 2),
+        torn_bytes=st.sampled_from([0, 100]),
+    )
     def break_the_disk(self, operation: str, calls: int, torn_bytes: int) -> None:
         """The next, or the next but one, read or write of the disk fails, perhaps half way."""
         disk = self.rig.disk
@@ -290,7 +292,9 @@ class EngineModel(RuleBasedStateMachine):
             for page, state in enumerate(rig.state(index)):
                 expected = newest[page * PAGE : (page + 1) * PAGE]
                 number = segment.first_page + page
-                if state in (PageState.ABSENT, PageState.CLEAN, PageState.ARRIVING) and not self.is_written(index):
+                if state in (PageState.ABSENT, PageState.CLEAN, PageState.ARRIVING) and not self.is_written(
+                    index
+                ):
                     np.testing.assert_array_equal(self.at_home(number, len(expected)), expected)
                 if state != PageState.ABSENT:
                     frame = rig.arena.bytes_of(int(rig.table.frame[number]), len(expected))
@@ -299,7 +303,9 @@ class EngineModel(RuleBasedStateMachine):
     def is_written(self, index: int) -> bool:
         """Whether a held lease may have been written to since its pages were last called clean."""
         return any(
-            held.run.version != self.rig.versions[index] for held in self.held if held.index == index and held.frozen is None
+            held.run.version != self.rig.versions[index]
+            for held in self.held
+            if held.index == index and held.frozen is None
         )
 
     def at_home(self, page: int, num_bytes: int) -> Bytes:
@@ -336,7 +342,9 @@ class EngineModel(RuleBasedStateMachine):
         )
         runs = {id(run) for run in self.rig.engine.resident_runs()}
         assert {id(block.owner) for block in taken if not block.owner.orphan} == runs
-        assert all((block.owner.frame, block.owner.num_pages) == (block.start, block.length) for block in taken)
+        assert all(
+            (block.owner.frame, block.owner.num_pages) == (block.start, block.length) for block in taken
+        )
 
     @invariant()
     def pins_count_leases(self) -> None:
@@ -357,7 +365,7 @@ class EngineModel(RuleBasedStateMachine):
 
 TestEngineModel = EngineModel.TestCase
 TestEngineModel.settings = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )

@@ -13,7 +13,9 @@ from pager.errors import PagerInternalError
 PAGE = 16384
 
 
-def add(space: AddressSpace, *size: int, dtype: torch.dtype = torch.float32, stride: tuple[int, ...] | None = None) -> Segment:
+def add(
+    space: AddressSpace, *size: int, dtype: torch.dtype = torch.float32, stride: tuple[int, ...] | None = None
+) -> Segment:
     """One more contiguous segment, unless ``stride`` says otherwise."""
     shape = torch.Size(size)
     return space.add(

@@ -16,7 +16,11 @@ from pager.policies.lru import Lru
 @pytest.mark.parametrize(
     ("knobs", "error", "message"),
     [
-        ({"page_size": 100_000}, ConfigError, r"page_size is 100000 .* power of two from 16.00 KiB to 4.00 MiB"),
+        (
+            {"page_size": 100_000},
+            ConfigError,
+            r"page_size is 100000 .* power of two from 16.00 KiB to 4.00 MiB",
+        ),
         ({"page_size": "8KiB"}, ConfigError, "power of two"),
         ({"page_size": "8MiB"}, ConfigError, "power of two"),
         ({"page_size": 0}, ConfigError, "power of two"),
@@ -48,7 +52,9 @@ from pager.policies.lru import Lru
         ({"pagesize": "64KiB"}, TypeError, "unknown knob pagesize; known: page_size, "),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(knobs: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_cannot_work_is_refused_at_once(
+    knobs: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         Config().replace(**knobs)
 

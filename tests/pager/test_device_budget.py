@@ -102,7 +102,9 @@ def test_the_headroom_is_a_sixteenth_unless_somebody_says() -> None:
 
 
 def test_a_budget_that_leaves_nothing_for_pages_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"device_budget is 1.00 GiB, of which the CUDA context takes 1.38 GiB"):
+    with pytest.raises(
+        BudgetError, match=r"device_budget is 1.00 GiB, of which the CUDA context takes 1.38 GiB"
+    ):
         make_budget(Gpu(), device_budget="1GiB")
     with pytest.raises(BudgetError, match=r"tensors under a page 2.00 MiB; nothing is left"):
         make_budget(SimulatedDevice(), small_bytes=2 * MIB, device_budget="2MiB")

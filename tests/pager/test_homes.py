@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def plan(homes: Homes, wanted: list[Wanted], *, arena: int, host: int, disk: int
 
 def add(homes: Homes, kind: str, name: str, num_bytes: int = MIB) -> Segment:
     """A segment of bytes."""
-    return homes.new_segment(kind=kind, name=name, size=torch.Size((num_bytes,)), stride=(1,), dtype=torch.uint8)
+    return homes.new_segment(
+        kind=kind, name=name, size=torch.Size((num_bytes,)), stride=(1,), dtype=torch.uint8
+    )
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def test_wired_parameters_are_spread_over_the_model() -> None:
     homes = make_homes(0)
     plan(homes, make_wanted(16), arena=16 * MIB, host=64 * MIB)
     wired = [number for number in range(16) if homes.planned("parameter", f"w{number}") == Home.DEVICE]
-    gaps = [after - before for before, after in zip(wired, wired[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(wired)]
     assert max(gaps) <= 3
 
 
@@ -111,7 +114,9 @@ def test_a_segment_gets_frames_at_its_planned_home(disk: DiskFile) -> None:
         planned = homes.planned(item.kind, item.name)
         assert table.home[segment.first_page : segment.last_page].tolist() == [planned] * segment.num_pages
         frames = table.home_frame[segment.first_page : segment.last_page].tolist()
-        assert frames == ([-1] * segment.num_pages if planned == Home.DEVICE else list(range(frames[0], frames[0] + 64)))
+        assert frames == (
+            [-1] * segment.num_pages if planned == Home.DEVICE else list(range(frames[0], frames[0] + 64))
+        )
     assert disk.used_bytes == homes.disk_bytes_planned(wanted)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pager.model_checks import sort_parameters
 PAGE = 16384
 
 
-def make_module(**parameters: nn.Parameter) -> nn.Module:
+def make_module(**parameters: Any) -> nn.Module:
     """A module with these parameters."""
     module = nn.Module()
     for name, param in parameters.items():
@@ -99,7 +100,10 @@ def make_overlapping(shift: int) -> nn.Module:
     [
         (nn.ReLU, "ReLU has no parameters"),
         (make_lazy, "is lazy; run one forward pass"),
-        (DistributedDataParallel, r"\(the model\) is wrapped in DistributedDataParallel. Manage the model first"),
+        (
+            DistributedDataParallel,
+            r"\(the model\) is wrapped in DistributedDataParallel. Manage the model first",
+        ),
         (lambda: nn.Sequential(DistributedDataParallel()), "module 0 is wrapped in DistributedDataParallel"),
         (lambda: Sharded(2, 2), "sharded by FSDP2"),
         (lambda: nn.Embedding(9, 9, sparse=True), "sparse=False"),
@@ -130,7 +134,9 @@ def test_neighbours_in_one_memory_are_two_parameters() -> None:
 
 
 def test_meta_parameters_have_no_memory_to_share() -> None:
-    module = make_module(a=nn.Parameter(torch.zeros(5000, device="meta")), b=nn.Parameter(torch.zeros(5000, device="meta")))
+    module = make_module(
+        a=nn.Parameter(torch.zeros(5000, device="meta")), b=nn.Parameter(torch.zeros(5000, device="meta"))
+    )
     assert len(sort_parameters(module, PAGE).paged) == 2
 
 

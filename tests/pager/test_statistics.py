@@ -30,11 +30,22 @@ def test_names_are_plain_floats_under_one_prefix() -> None:
     assert values["pager/hits"] == 3.0
     assert values["pager/stall_seconds"] == 0.5
     assert values["pager/hit_rate"] == 1.0
-    assert values.keys() == {f"pager/{field.name}" for field in dataclasses.fields(Statistics)} | {"pager/hit_rate"}
+    assert values.keys() == {f"pager/{field.name}" for field in dataclasses.fields(Statistics)} | {
+        "pager/hit_rate"
+    }
 
 
 def test_names_carry_their_unit_or_are_counts() -> None:
-    counts = {"hits", "minor_faults", "major_faults", "refaults", "prefetch_late", "prefetch_unused", "num_steps", "deviations"}
+    counts = {
+        "hits",
+        "minor_faults",
+        "major_faults",
+        "refaults",
+        "prefetch_late",
+        "prefetch_unused",
+        "num_steps",
+        "deviations",
+    }
     for field in dataclasses.fields(Statistics):
         assert field.name in counts or field.name.endswith(("_bytes", "_seconds"))
 

@@ -1,7 +1,7 @@
 """Short programs, each of which goes wrong if one particular wait, pin or mark of the runtime is left out.
 
-Each takes ``skip``, the waits to leave out (`sites.skip_only`), and raises `RaceError` from the happens-before checker or
-`WrongBytes` where the numbers differ. With nothing left out each of them passes.
+Each takes ``skip``, the waits to leave out (`sites.skip_only`), and raises `RaceError` from the happens-before
+checker or `WrongBytes` where the numbers differ. With nothing left out each of them passes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ Skip = Callable[[Any, Any], bool]
 Scenario = Callable[[Skip, Path], None]
 
 
+def handle_of(model: nn.Module) -> pager.Handle:
+    """The handle of a managed model."""
+    handle = model.pager
+    assert isinstance(handle, pager.Handle)
+    return handle
+
+
 class WrongBytes(AssertionError):
     """A value read is not the value written."""
 
@@ -41,6 +48,17 @@ def check_tensors(found: list[torch.Tensor], expected: list[torch.Tensor], what:
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         if not torch.equal(one, other):
             raise WrongBytes(f"{what}: tensor {index} differs")
+
+
+def expect_refusal(loss: torch.Tensor) -> None:
+    """WrongBytes unless backward raises torch's error for a saved tensor that was written to."""
+    refusal = ""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        refusal = str(error)
+    if "modified by an inplace operation" not in refusal:
+        raise WrongBytes(f"backward went through a tensor that had been written to {refusal}")
 
 
 # -- waits -----------------------------------------------------------------------------------------------------
@@ -146,9 +164,7 @@ def two_pages_through_one_bounce_buffer(skip: Skip, folder: Path) -> None:
 
 def write_to_disk_what_has_arrived(skip: Skip, folder: Path) -> None:
     """The file must not get the bounce buffer before the copy has filled it."""
-    rig, values = make_filled(
-        [PAGE], arena_frames=1, homes=[Home.DISK], disk_folder=folder, skip_wait=skip
-    )
+    rig, values = make_filled([PAGE], arena_frames=1, homes=[Home.DISK], disk_folder=folder, skip_wait=skip)
     rig.write(0, ~values[0])
     rig.evict(0)
     check_bytes(rig.home_value(0), ~values[0], "on disk")
@@ -219,26 +235,26 @@ def close_after_a_forward(skip: Skip, folder: Path) -> None:
     layer = make_managed_layer(skip)
     with torch.no_grad():
         layer(torch.ones(1, 96))
-    layer.pager.close()
+    handle_of(layer).close()
 
 
 def close_with_a_page_in_under_way(skip: Skip, folder: Path) -> None:
     """Neither the slabs nor the homes must go back while a page in is under way."""
     layer = make_managed_layer(skip)
-    engine = layer.pager._runtime.engine
+    engine = handle_of(layer)._runtime.engine
     segment = engine.space.segments[0]
     assert engine.prefetch(segment, 0, segment.num_pages, ticks_ahead=0)
-    layer.pager.close()
+    handle_of(layer).close()
 
 
 def close_with_a_page_out_under_way(skip: Skip, folder: Path) -> None:
     """Neither the slabs nor the homes must go back while a page out is, whose value nobody wants any more."""
     layer = make_managed_layer(skip)
     layer(torch.ones(1, 96)).sum().backward()
-    engine = layer.pager._runtime.engine
+    engine = handle_of(layer)._runtime.engine
     engine.evict_segments([segment for segment in engine.space.segments if segment.kind == "gradient"])
     layer.weight.grad = None
-    layer.pager.close()
+    handle_of(layer).close()
 
 
 # -- training --------------------------------------------------------------------------------------------------
@@ -264,7 +280,7 @@ def train(case: Case, num_steps: int = 3, **knobs: Any) -> list[torch.Tensor]:
         if knobs:
             loss = None
             gc.collect()
-            model.pager.close()
+            handle_of(model).close()
     return losses + [param.detach().clone() for param in model.parameters()]
 
 

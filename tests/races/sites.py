@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pager
@@ -73,12 +74,12 @@ def wait_sites() -> dict[tuple[str, int], str]:
 
 def current_site(sites: dict[tuple[str, int], str]) -> str | None:
     """The innermost of ``sites`` that is being executed by this thread."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = sites.get((frame.f_code.co_filename, frame.f_lineno))
         if name is not None:
             return name
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

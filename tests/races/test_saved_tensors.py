@@ -10,7 +10,7 @@ from torch import nn
 
 from pager.errors import PagerError
 from pager.mmu import saved_tensors
-from tests.races.scenarios import WrongBytes, make_managed_layer, train_over_host
+from tests.races.scenarios import WrongBytes, expect_refusal, handle_of, make_managed_layer, train_over_host
 from tests.races.sites import skip_only
 
 
@@ -42,7 +42,7 @@ def write_to_a_weight_before_backward() -> None:
     with torch.no_grad():
         layer.weight.mul_(2)
     expect_refusal(loss)
-    layer.pager.close()
+    handle_of(layer).close()
 
 
 def write_to_an_activation_before_backward() -> None:
@@ -52,17 +52,7 @@ def write_to_an_activation_before_backward() -> None:
     loss = layer(hidden).sum()
     hidden.mul_(3)
     expect_refusal(loss)
-    layer.pager.close()
-
-
-def expect_refusal(loss: torch.Tensor) -> None:
-    """WrongBytes unless backward raises torch's own error."""
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-    else:
-        raise WrongBytes("backward went through a tensor that had been written to")
+    handle_of(layer).close()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +87,7 @@ def test_packing_is_what_plain_torch_would_compute_without_it() -> None:
     x = torch.randn(2, 96, requires_grad=True)
     (found,) = torch.autograd.grad(layer(x).square().sum(), [x])
     (expected,) = torch.autograd.grad(plain(x).square().sum(), [x])
-    layer.pager.close()
+    handle_of(layer).close()
     assert torch.equal(found, expected)
 
 
@@ -119,7 +109,7 @@ def test_a_saved_gradient_outlives_its_parameters_next_one(convert: bool) -> Non
         assert x.grad is not None
         found.append(x.grad)
         if managed:
-            layer.pager.close()
+            handle_of(layer).close()
     assert torch.equal(found[0], found[1])
 
 
@@ -127,7 +117,7 @@ def test_a_backward_after_close_uses_the_ordinary_weight() -> None:
     layer = make_managed_layer(skip_only(None))
     x = torch.randn(1, 96, requires_grad=True)
     loss = layer(x).sum()
-    layer.pager.close()
+    handle_of(layer).close()
     loss.backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(1, 96) @ layer.weight.detach())

@@ -38,7 +38,11 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("runtime.py:Runtime._take_back:synchronize", "compute", scenarios.close_after_a_forward),
     ("runtime.py:Runtime._take_back:synchronize", "h2d", scenarios.close_with_a_page_in_under_way),
     ("runtime.py:Runtime._take_back:synchronize", "d2h", scenarios.close_with_a_page_out_under_way),
-    ("tiers/device_arena.py:DeviceArena.remove_slab:synchronize", None, scenarios.give_back_a_slab_being_copied_out),
+    (
+        "tiers/device_arena.py:DeviceArena.remove_slab:synchronize",
+        None,
+        scenarios.give_back_a_slab_being_copied_out,
+    ),
 ]
 
 
@@ -47,7 +51,9 @@ def _id(value: object) -> str:
 
 
 @pytest.mark.parametrize(("site", "stream", "scenario"), CONTROLS, ids=_id)
-def test_a_wait_left_out_is_noticed(site: str, stream: str | None, scenario: Scenario, tmp_path: Path) -> None:
+def test_a_wait_left_out_is_noticed(
+    site: str, stream: str | None, scenario: Scenario, tmp_path: Path
+) -> None:
     with pytest.raises((RaceError, WrongBytes)):
         scenario(skip_only(site, stream=stream), tmp_path)
 

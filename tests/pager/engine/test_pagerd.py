@@ -1,4 +1,4 @@
-"""The prefetcher, inline: what it brings, how far ahead, when it stands back. Its thread: tests/races/test_threads.py."""
+"""The prefetcher, inline: what it brings, how far ahead, when it stands back. Its thread: see tests/races."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.engine_rig import PAGE, Rig, make_filled
 def make_pagerd(rig: Rig, *segments: int, distance: int = 2, phase: Phase = Phase.FORWARD) -> Pagerd:
     """An inline pagerd that expects these accesses in a cycle."""
     rows = [
-        AccessRow(tick, index, 0, rig.segments[index].num_pages, False, phase) for tick, index in enumerate(segments)
+        AccessRow(tick, index, 0, rig.segments[index].num_pages, False, phase)
+        for tick, index in enumerate(segments)
     ]
     rig.engine.timeline.follow(AccessTrace.from_rows(rows))
     return Pagerd(rig.engine, distance, threaded=False)
@@ -70,7 +71,11 @@ def test_distance_zero_switches_it_off() -> None:
 
 
 def test_a_large_segment_counts_as_its_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pagerd_module, __import__("pager.engine.leases", fromlist=["x"]), __import__("pager.engine.faults", fromlist=["x"])):
+    for module in (
+        pagerd_module,
+        __import__("pager.engine.leases", fromlist=["x"]),
+        __import__("pager.engine.faults", fromlist=["x"]),
+    ):
         monkeypatch.setattr(module, "EXTENT_BYTES", PAGE)
     rig, _ = make_filled([PAGE, 3 * PAGE, PAGE, PAGE], arena_frames=6)
     make_pagerd(rig, 0, 1, 2, 3, distance=3)

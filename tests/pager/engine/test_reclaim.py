@@ -74,7 +74,9 @@ def test_pinned_and_wired_runs_stay() -> None:
     rig, values = make_filled([PAGE] * 3, arena_frames=2, homes=[Home.DEVICE, Home.HOST, Home.HOST])
     rig.engine.wire(rig.segments[0])
     _, held = rig.lease(1)
-    with pytest.raises(BudgetError, match=r"using s2 needs 4.00 KiB .* the largest stretch that can be emptied is 0 B"):
+    with pytest.raises(
+        BudgetError, match=r"using s2 needs 4.00 KiB .* the largest stretch that can be emptied is 0 B"
+    ):
         rig.read(2)
     np.testing.assert_array_equal(held.numpy(), values[1])
     del held

@@ -24,7 +24,9 @@ def make_trace(segments: Sequence[int], phases: Sequence[Phase] | None = None) -
     )
 
 
-def make_timeline(segments: Sequence[int], phases: Sequence[Phase] | None = None, num_segments: int = 10) -> Timeline:
+def make_timeline(
+    segments: Sequence[int], phases: Sequence[Phase] | None = None, num_segments: int = 10
+) -> Timeline:
     """A timeline that follows such a trace from its start."""
     timeline = Timeline()
     timeline.resize(num_segments)
@@ -67,7 +69,9 @@ def test_next_uses_are_those_that_brute_force_counts(segments: list[int], num_ac
     segments=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     accesses=st.lists(st.integers(0, 5), max_size=40),
 )
-def test_next_uses_belong_to_the_position_whatever_was_accessed(segments: list[int], accesses: list[int]) -> None:
+def test_next_uses_belong_to_the_position_whatever_was_accessed(
+    segments: list[int], accesses: list[int]
+) -> None:
     timeline = make_timeline(segments, num_segments=6)
     for segment in accesses:
         access(timeline, segment)
@@ -126,7 +130,9 @@ def test_the_expected_accesses_wrap_into_the_next_step() -> None:
     timeline = make_timeline([0, 1, 2], [F, G, U])
     access(timeline, 0)
     found = [timeline.expected(position) for position in range(1, 5)]
-    assert [(row.segment, row.first_page, row.num_pages, row.overwrite, row.rows_ahead) for row in found if row] == [
+    assert [
+        (row.segment, row.first_page, row.num_pages, row.overwrite, row.rows_ahead) for row in found if row
+    ] == [
         (1, 1, 2, True, 0),
         (2, 2, 1, False, 1),
         (0, 0, 1, False, 2),
@@ -193,7 +199,7 @@ def test_without_a_trace_the_recording_becomes_one() -> None:
 
 def test_a_trace_that_keeps_failing_is_recorded_anew() -> None:
     timeline = make_timeline(*STEP)
-    assert 3 > DEVIATION_SHARE * 9
+    assert DEVIATION_SHARE * 9 < 3
     assert take_step(timeline, 1, off=[7, 8, 9]) is False
     assert take_step(timeline, 1, off=[7, 8, 9]) is True
     timeline.take_recording()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pager.device.simulated import SimulatedStream
 from pager.engine import transfer
 from pager.engine.run import Run
 from pager.errors import CorruptPage, TierIOError
@@ -22,6 +23,13 @@ def make_rig(home: Home, folder: Path, *sizes: int, **knobs: int) -> tuple[Rig, 
     """A rig with room for everything and all homes in one tier."""
     frames = sum(-(-size // PAGE) for size in sizes)
     return make_filled(sizes, arena_frames=frames, homes=[home] * len(sizes), disk_folder=folder, **knobs)
+
+
+def h2d_of(rig: Rig) -> SimulatedStream:
+    """The stream towards the device."""
+    stream = rig.device.h2d
+    assert isinstance(stream, SimulatedStream)
+    return stream
 
 
 @pytest.mark.parametrize("home", LOWER)
@@ -44,9 +52,9 @@ def test_a_round_trip_of_any_size(home: Home, size: int, tmp_path: Path) -> None
 def test_a_run_goes_in_extents(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "EXTENT_BYTES", 2 * PAGE)
     rig, values = make_rig(home, tmp_path, 5 * PAGE + 9)
-    puts = rig.device.h2d.num_put
+    puts = h2d_of(rig).num_put
     np.testing.assert_array_equal(rig.read(0), values[0])
-    assert rig.device.h2d.num_put - puts >= 3
+    assert h2d_of(rig).num_put - puts >= 3
     rig.write(0, ~values[0])
     rig.evict(0)
     np.testing.assert_array_equal(rig.home_value(0), ~values[0])
@@ -135,7 +143,7 @@ def test_bytes_that_came_back_wrong_are_not_used(tmp_path: Path) -> None:
     frame = int(rig.table.home_frame[0])
     disk = rig.disk.inner
     torn = torch.from_numpy(values[0].copy())
-    disk._pwrite(memoryview(torn.numpy()), frame * PAGE)  # type: ignore[attr-defined]
+    disk._pwrite(memoryview(torn.numpy().data), frame * PAGE)  # type: ignore[attr-defined]
     with pytest.raises(CorruptPage):
         rig.read(0)
     assert rig.state(0) == [PageState.ABSENT]
@@ -147,7 +155,7 @@ def test_forgetting_a_segment_twice_is_nothing(tmp_path: Path) -> None:
     rig.read(0)
     for _ in range(2):
         rig.transfers.forget(rig.segments[0])
-    assert rig.device.h2d.num_pending == 0
+    assert h2d_of(rig).num_pending == 0
     rig.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -56,7 +57,9 @@ def brute_force(arena: DeviceArena, num_frames: int) -> tuple[int, int] | None:
             for end in range(begin + 1, len(blocks) + 1):
                 window = blocks[begin:end]
                 owners = [block.owner for block in window if block.owner is not None]
-                if sum(block.length for block in window) < num_frames or any(owner.rank is None for owner in owners):
+                if sum(block.length for block in window) < num_frames or any(
+                    owner.rank is None for owner in owners
+                ):
                     continue
                 cost = (
                     max((owner.rank for owner in owners), default=-1),
@@ -96,7 +99,10 @@ def test_the_window_is_as_cheap_as_brute_force_finds(
     if found is None:
         assert expected is None
         return
-    assert expected == (max((owner.rank for owner in found), default=-1), sum(owner.num_frames for owner in found))
+    assert expected == (
+        max((owner.rank for owner in found), default=-1),
+        sum(owner.num_frames for owner in found),
+    )
     for owner in found:
         arena.free(owner.frame, {})
     assert arena.take_free(num_frames, "new") is not None
@@ -145,9 +151,10 @@ def test_frames_are_resident_or_free_and_fences_cover_them(data: st.DataObject) 
     known: dict[int, Fence] = defaultdict(dict)  # frame -> events of its former users
     most = 0
     for _ in range(data.draw(st.integers(1, 25))):
-        if taken and data.draw(st.booleans()):
+        wants_to_free: int = data.draw(st.integers(0, 1))
+        if taken and wants_to_free:
             owner = taken.pop(data.draw(st.integers(0, len(taken) - 1)))
-            stream = data.draw(st.sampled_from([device.compute, device.h2d, device.d2h]))
+            stream = (device.compute, device.h2d, device.d2h)[data.draw(st.integers(0, 2))]
             fence: Fence = {stream.index: stream.record()}
             arena.free(owner.frame, fence)
             for frame in range(owner.frame, owner.frame + owner.num_frames):
@@ -172,7 +179,7 @@ def test_frames_are_resident_or_free_and_fences_cover_them(data: st.DataObject) 
         assert sum(block.length for block in blocks) == sum(slabs)
         for slab in arena._slabs:
             free = [block.owner is None for block in slab.blocks]
-            assert not any(one and other for one, other in zip(free, free[1:], strict=False)), "free neighbours join"
+            assert not any(one and other for one, other in itertools.pairwise(free)), "free neighbours join"
     assert arena.peak_resident_bytes == most * PAGE
 
 
