@@ -18,7 +18,7 @@ from pager.config import Checks
 from tests.models import Case
 
 PAGE = 16 * 2**10
-CHECKS = Checks(streams="late", happens_before=True, poison=True)
+CHECKS = Checks(streams="late", happens_before=True, poison=True, page_all=True)
 
 Report = Callable[[str, Any], None]
 Script = Callable[[nn.Module, Report], None]

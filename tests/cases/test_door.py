@@ -195,8 +195,19 @@ def test_metadata_costs_no_fault() -> None:
     weight = model[0].weight
     before = model.pager.statistics()
     assert weight.shape == (96, 96)
-    assert (weight.dtype, weight.device.type, weight.stride(), weight.is_contiguous()) == (torch.float32, "cpu", (96, 1), True)
-    assert (weight.numel(), weight.nbytes, weight.dim(), weight.is_leaf, weight.requires_grad) == (9216, 36864, 2, True, True)
+    assert (weight.dtype, weight.device.type, weight.stride(), weight.is_contiguous()) == (
+        torch.float32,
+        "cpu",
+        (96, 1),
+        True,
+    )
+    assert (weight.numel(), weight.nbytes, weight.dim(), weight.is_leaf, weight.requires_grad) == (
+        9216,
+        36864,
+        2,
+        True,
+        True,
+    )
     assert isinstance(weight, nn.Parameter)
     assert isinstance(weight, Tensor)
     assert weight.grad is None
@@ -204,7 +215,10 @@ def test_metadata_costs_no_fault() -> None:
     assert len({weight: 1}) == 1
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in make_mlp().parameters())
     after = model.pager.statistics()
-    assert after.hits + after.major_faults + after.minor_faults == before.hits + before.major_faults + before.minor_faults
+    assert (
+        after.hits + after.major_faults + after.minor_faults
+        == before.hits + before.major_faults + before.minor_faults
+    )
     model.pager.close()
 
 
@@ -272,7 +286,9 @@ def test_functional_call_and_stacked_parameters() -> None:
         report("out", torch.func.functional_call(model, other, torch.ones(1, 96)))
         report("own", torch.func.functional_call(model, dict(model.named_parameters()), torch.ones(1, 96)))
         report("vector", nn.utils.parameters_to_vector(model.parameters()))
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+        nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(model.parameters()) * 0.5, model.parameters()
+        )
         train(CASE, model, sgd(model), range(1, 3), report)
 
     check_same(make_mlp, script, share=0.7)

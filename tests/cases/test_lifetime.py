@@ -200,9 +200,12 @@ def test_a_tensor_freed_while_its_copy_is_under_way(monkeypatch: pytest.MonkeyPa
     check_same(lambda: models.make_mlp(depth=2).model, script, share=0.3)
 
 
-def test_what_fits_is_resident_and_nothing_moves() -> None:
+@pytest.mark.parametrize("page_all", [True, False])
+def test_what_fits_is_resident_and_nothing_moves(page_all: bool) -> None:
     case, twin = models.make_mlp(), models.make_mlp()
-    model = manage(case.model, share=2.0)
+    model = manage(
+        case.model, share=2.0, checks=Checks(streams="late", happens_before=True, page_all=page_all)
+    )
     optimizer = adamw(model)
     train(case, model, optimizer, range(2))
     before = model.pager.statistics()
