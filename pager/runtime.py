@@ -287,11 +287,7 @@ class Runtime:
         if self.fitting is not None:
             return
         need, names = self.planner.largest_tick()
-        have = (
-            self.arena.capacity_bytes
-            if self.device.is_simulated
-            else self.budget.arena_bytes(self.planner.peak_activation_bytes)
-        )
+        have = self.arena.capacity_bytes
         have -= int((self.table.home[: self.table.num_pages] == Home.DEVICE).sum()) * self.arena.page_size
         if need > have:
             raise BudgetError(
@@ -305,15 +301,12 @@ class Runtime:
         activations = self.planner.peak_activation_bytes
         if self.device.is_simulated or activations is None or self.fitting is not None:
             return
+        # What capture saw is no less than what is needed (attention counts with its scores): so pages only gain.
         largest = max((b.segment.num_bytes for b in self.paged.bindings.values()), default=0)
         # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the
         # update.
         target = self.budget.arena_bytes(activations + 2 * largest + 4 * UNIT_BYTES)
-        while (
-            self._slab_frames
-            and self.arena.capacity_bytes + self._slab_frames * self.arena.page_size <= target
-        ):
-            self.arena.add_slab(self._slab_frames)
+        self.boundary.grow_arena(target - self.arena.capacity_bytes)
 
     # -- optimizers --------------------------------------------------------------------------------
 

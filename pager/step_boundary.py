@@ -30,6 +30,8 @@ logger = logging.getLogger("pager.step_boundary")
 
 # Knobs that may change while the model trains.
 LIVE_KNOBS = ("prefetch_distance", "eviction")
+# A slab holds at least so many of the largest tensor: one in use, one on its way.
+SLAB_SEGMENTS = 2
 # The prefetch distance before "auto" has measured a step.
 FIRST_DISTANCE = 4
 
@@ -127,12 +129,19 @@ class StepBoundary:
         spare = self._budget.spare_bytes()
         if spare < 0 and arena.num_slabs > 1:
             self._give_slab_back(arena.num_slabs - 1)
-        elif (
-            spare >= self._slab_frames * arena.page_size
-            and arena.capacity_bytes < self._engine.space.num_pages * arena.page_size
-        ):
+        elif arena.capacity_bytes < self._engine.space.num_pages * arena.page_size:
+            self.grow_arena(spare)
+
+    def grow_arena(self, spare_bytes: int) -> None:
+        """Add slabs for ``spare_bytes`` of device memory that nothing else needs; a small rest is left."""
+        arena = self._engine.arena
+        largest = max((segment.num_pages for segment in self._engine.space.segments), default=1)
+        spare = spare_bytes // arena.page_size
+        while self._slab_frames and spare >= SLAB_SEGMENTS * largest:
+            frames = min(spare, self._slab_frames)
             self._device.release_cached_memory()
-            arena.add_slab(self._slab_frames)
+            arena.add_slab(frames)
+            spare -= frames
             self._planner.forget_plan()
 
     def _give_slab_back(self, index: int) -> None:

@@ -1,8 +1,9 @@
-"""A model that fits: managed against plain, seconds per step, in turns in one process (pager first and last).
+"""A model that fits: managed against plain, seconds per step, step by step in turns in one process.
 
     python tests/gpu/bench_fits.py
 
-Prints one JSON line; ``ratio`` is the median managed step over the median plain one.
+Prints one JSON line; ``ratio`` is the median managed step over the median plain one, ``control_ratio`` that of a
+second plain model, which shows what the order of the turns does.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import pager
 from pager.tools.language_model import make_model
 from pager.tools.model_sizes import PRESETS
 
-NUM_STEPS = 40
-NUM_ROUNDS = 3
+NUM_TURNS = 150
+NUM_WARM_UP = 20
 
 
 def handle_of(model: nn.Module) -> Any:
@@ -44,34 +45,30 @@ def make_step(managed: bool) -> Any:
     return model, step
 
 
-def time_steps(step: Any) -> list[float]:
-    """Seconds of each of ``NUM_STEPS`` steps."""
-    seconds = []
-    for _ in range(NUM_STEPS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+def time_step(step: Any) -> float:
+    """Seconds of one step."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def main() -> None:
-    managed_model, managed = make_step(True)
-    _, plain = make_step(False)
-    for step in (managed, plain):
-        for _ in range(10):
-            step()
-    seconds: dict[str, list[float]] = {"managed": [], "plain": []}
-    for _ in range(NUM_ROUNDS):
-        seconds["managed"] += time_steps(managed)
-        seconds["plain"] += time_steps(plain)
-    seconds["managed"] += time_steps(managed)
+    plain, managed, again = make_step(False), make_step(True), make_step(False)
+    steps = {"plain": plain[1], "managed": managed[1], "plain_again": again[1]}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(NUM_TURNS):
+        for name, step in steps.items():
+            taken = time_step(step)
+            if turn >= NUM_WARM_UP:
+                seconds[name].append(taken)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    counters = handle_of(managed_model).statistics()
+    counters = handle_of(managed[0]).statistics()
     line = {
         **{f"{name}_seconds": value for name, value in medians.items()},
         "ratio": medians["managed"] / medians["plain"],
+        "control_ratio": medians["plain_again"] / medians["plain"],
         "page_in_bytes": counters.page_in_bytes,
         "page_out_bytes": counters.page_out_bytes,
         "num_steps": counters.num_steps,
