@@ -116,7 +116,7 @@ class StepBoundary:
             trace = self._planner.trace
             if renew and rows:
                 engine.timeline.follow(self._planner.record(rows))
-            elif trace is not None and not trace.num_update_rows:
+            elif trace is not None and not trace.num_update_rows and rows:
                 update = self._planner.with_update([row for row in rows if row.phase == Phase.UPDATE])
                 if update is not None:
                     engine.timeline.follow(update, engine.timeline.micro_batches)

@@ -63,7 +63,7 @@ def context_bytes() -> int:
 
 def test_the_arena_takes_what_activations_leave() -> None:
     """Without example inputs half is left to activations; measured, most of it goes to pages; never over the budget."""
-    budget = context_bytes() + 1600 * MIB
+    budget = context_bytes() + 2600 * MIB
     model, optimizer = make_managed(budget)
     arena = handle_of(model)._runtime.arena
     first = arena.capacity_bytes
@@ -77,7 +77,7 @@ def test_the_arena_takes_what_activations_leave() -> None:
 
 def test_after_running_out_of_memory_the_next_step_uses_less() -> None:
     """A batch too large raises torch's error; the arena gives a slab back at the next boundary; training goes on."""
-    budget = context_bytes() + 1600 * MIB
+    budget = context_bytes() + 2600 * MIB
     model, optimizer = make_managed(budget)
     for _ in range(4):
         train(model, optimizer)
@@ -113,7 +113,7 @@ def test_a_model_that_fits_keeps_its_parameters() -> None:
 
 def test_checks_on_cuda_see_every_frame() -> None:
     """The happens-before checker runs on CUDA too, over a model large enough for several slabs."""
-    model, optimizer = make_managed(context_bytes() + 1600 * MIB, checks=Checks(happens_before=True))
+    model, optimizer = make_managed(context_bytes() + 2600 * MIB, checks=Checks(happens_before=True))
     for _ in range(2):
         train(model, optimizer)
     assert handle_of(model)._runtime.device.checker.num_checked > 1000
