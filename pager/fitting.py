@@ -18,11 +18,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pager.bill import ASSUMED_STATES
+from pager.graph.access_trace import AccessRow, Phase
 from pager.homes import Homes
 from pager.optim.shadow import move_state
 from pager.page_table import Home
 
 if TYPE_CHECKING:
+    from pager.address_space import Segment
     from pager.model_checks import Parameters
 
 
@@ -35,6 +37,7 @@ class FittingModel:
         self.segment_of: dict[nn.Parameter, int] = {}
         self.gradient_of: dict[int, int] = {}
         self.num_bytes = 0
+        self._updated_together: list[list[Segment]] = []
         self._device = device
         self._end_step = end_step
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -62,7 +65,17 @@ class FittingModel:
                 gradient,
                 *(homes.new_segment(name=s, kind="state", home=Home.DEVICE, **layout) for s in states),
             ]
+        if len(made) > 1:
+            self._updated_together.append(made)
         self.num_bytes += sum(segment.num_pages * segment.page_size for segment in made)
+
+    def expected_rows(self) -> list[AccessRow]:
+        """The accesses of an optimizer step, one tick a parameter."""
+        return [
+            AccessRow(tick, segment.index, 0, segment.num_pages, True, Phase.UPDATE)
+            for tick, segments in enumerate(self._updated_together)
+            for segment in segments
+        ]
 
     def adopt(self, optimizers: Iterable[Optimizer]) -> None:
         """Bring the optimizers' existing states to where the parameters are."""

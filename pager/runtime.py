@@ -272,13 +272,13 @@ class Runtime:
 
     def _plan_update(self) -> None:
         """Add the accesses of the known optimizers' steps to a captured trace."""
-        if self.planner.trace is None or not self.optimizers:
+        if self.planner.trace is None:
             return
-        rows: list[AccessRow] = []
+        rows: list[AccessRow] = self.fitting.expected_rows() if self.fitting is not None else []
         for adopted in self.optimizers:
             first = rows[-1].tick + 1 if rows else 0
             rows += [row._replace(tick=row.tick + first) for row in expected_rows(adopted)]
-        trace = self.planner.with_update(rows)
+        trace = self.planner.with_update(rows) if rows else None
         if trace is not None:
             with self.engine.lock:
                 self.engine.timeline.follow(trace, self.engine.timeline.micro_batches)
