@@ -101,7 +101,7 @@ class Handle:
         self._runtime.check_open()
         runtime = self._runtime
         return runtime.planner.plan(
-            budgets={"device": runtime.arena.capacity_bytes, "host": runtime.host_budget_bytes},
+            budgets={"device": runtime.page_bytes_on_device(), "host": runtime.host_budget_bytes},
             # A fresh one: what the running one knows of the past would colour the prediction.
             policy=make_eviction_policy(runtime.config.eviction),
         )

@@ -376,6 +376,10 @@ class Runtime:
             disk_budget_bytes=self.disk.budget_bytes if self.disk is not None else 0,
         )
 
+    def page_bytes_on_device(self) -> int:
+        """What the device has for pages: the arena, or the budget where nothing is paged."""
+        return self.arena.capacity_bytes if self.fitting is None else self.budget.limit_bytes
+
     def check_open(self) -> None:
         """Raise PagerClosed after close()."""
         if self.closed:
