@@ -85,8 +85,8 @@ class StepBoundary:
         counters = self._engine.counters
         counters.num_steps += 1
         if self._paged.fits:
-            # Nothing is paged, so nothing of what follows has an object; and a step that fits is owed every microsecond.
-            self._pending.clear()
+            # Nothing is paged, so the rest has nothing to work on; and a step that fits is owed every microsecond.
+            self._apply_knobs()
             return
         counters.stall_seconds += self._device.drain_stall_seconds()
         self._apply_knobs()
