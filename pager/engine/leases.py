@@ -238,7 +238,10 @@ class Leases:
             with self.lock:
                 error, self.failure = self.failure, None
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # else it and its traceback keep each other, and every lease on the way, alive
 
 
 def _nothing() -> None:

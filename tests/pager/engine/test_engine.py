@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from pathlib import Path
 
@@ -264,4 +265,26 @@ def test_the_history_of_resident_bytes_is_a_sawtooth() -> None:
     for index in (0, 1, 0):
         rig.read(index)
     assert [resident // PAGE for _, resident in rig.counters.resident_history()] == [1, 0, 1, 0, 1]
+    rig.close()
+
+
+def test_a_raised_failure_keeps_nobodys_lease_alive() -> None:
+    """An error that referred to the frame it was raised in would keep all callers' variables until a collection."""
+    rig, values = make_filled([PAGE] * 2, arena_frames=1)
+
+    def use_two() -> None:
+        lease = rig.lease(0)[1]
+        rig.engine.fail(OSError("in the background"))
+        rig.read(1)
+        del lease
+
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            use_two()
+        rig.engine.drain()
+        assert not rig.table.pins.any()
+    finally:
+        gc.enable()
+    np.testing.assert_array_equal(rig.read(1), values[1])
     rig.close()
