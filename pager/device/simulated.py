@@ -98,7 +98,10 @@ class _Copy:
 
     def run(self) -> None:
         source = self.src.take(f"source freed while its copy was pending: {self.what}")
-        self.dst.take(f"destination freed while its copy was pending: {self.what}").copy_(source)
+        target = self.dst.take(f"destination freed while its copy was pending: {self.what}")
+        # A view made in inference mode may be written to there only; memory knows no such difference.
+        with torch.inference_mode():
+            target.copy_(source)
 
 
 class _Fill:
@@ -108,7 +111,9 @@ class _Fill:
         self.value = value
 
     def run(self) -> None:
-        self.dst.take(f"destination freed while its fill was pending: {self.what}").fill_(self.value)
+        target = self.dst.take(f"destination freed while its fill was pending: {self.what}")
+        with torch.inference_mode():
+            target.fill_(self.value)
 
 
 class _Memory:
