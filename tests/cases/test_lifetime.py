@@ -129,7 +129,7 @@ def test_300_steps_use_no_more_of_anything() -> None:
     before = usage()
     train(case, model, optimizer, range(30, 300))
     after = usage()
-    assert after == before
+    assert {name: now for name, now in after.items() if now > before[name]} == {}
     assert after["device"] <= model.pager.statistics().device_budget_bytes
     train(twin, twin.model, plain, range(300))
     model.pager.close()
@@ -174,7 +174,9 @@ def test_nothing_grows_over_hostile_steps() -> None:
     before = usage()
     for step in range(10, 40):
         hostile(step)
-    assert usage() == before
+    after = usage()
+    # What an earlier test left to the garbage collector may still go away.
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     model.pager.close()
 
 
