@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
@@ -96,14 +96,14 @@ def _share(part: float, whole: float) -> str:
 
 
 def plot_resident(
-    path: Path,
+    file: Path | IO[bytes],
     history: Sequence[tuple[float, int]],
     *,
     budget_bytes: int,
     title: str,
     closeup_seconds: float = 0.0,
 ) -> str | None:
-    """Draw resident device memory over time with its budget into the PNG ``path``.
+    """Draw resident device memory over time with its budget as a PNG into ``file``.
 
     ``history`` holds (seconds, bytes) samples. A second panel shows the last ``closeup_seconds``, where the
     teeth of a long run can be told apart. Returns None, or in words why there is no plot.
@@ -127,7 +127,7 @@ def plot_resident(
     FigureCanvasAgg(figure)
     for number, (suffix, samples) in enumerate(panels, start=1):
         _draw_resident(figure.add_subplot(len(panels), 1, number), samples, budget_bytes, title + suffix)
-    figure.savefig(path, dpi=110)
+    figure.savefig(file, dpi=110, format="png")
     return None
 
 

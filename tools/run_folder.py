@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -30,13 +31,18 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> Path:
         """Write ``text`` to the file ``name``. Raises CommandFailed where the system refuses."""
+        return self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, content: bytes) -> Path:
+        """Write ``content`` to the file ``name``. Raises CommandFailed where the system refuses."""
         path = self.path / name
         partial = path.with_name(f".{name}.partial")
         try:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(content)
             os.replace(partial, path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                partial.unlink(missing_ok=True)
             raise CommandFailed(f"cannot write {path}: {error.strerror or error}") from error
         return path
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,16 +158,36 @@ def _write_results(job: Job, record: TrainingRecord, status: str, handle: Handle
         folder.write_json("statistics.json", statistics.as_dict())
         history = handle.resident_history()
         folder.write_csv("resident.csv", ("seconds", "resident_bytes"), history)
+        about_plot = _write_plot(job, record, statistics, history, folder)
+    finally:
+        _say(f"\n{table}\n")
+        if job.knobs["disk"] is not None and not statistics.peak_disk_bytes:
+            _say(f"warning: --disk {job.knobs['disk']} had no effect: device and host memory hold everything")
+    _say(about_plot)
+
+
+def _write_plot(
+    job: Job,
+    record: TrainingRecord,
+    statistics: Statistics,
+    history: Sequence[tuple[float, int]],
+    folder: RunFolder,
+) -> str:
+    """Draw into memory, then write like any other result; says where the plot is, or why there is none."""
+    picture = io.BytesIO()
+    try:
         no_plot = plot_resident(
-            folder.path / "resident.png",
+            picture,
             history,
             budget_bytes=statistics.device_budget_bytes,
             title=f"{job.model}: resident device memory",
             closeup_seconds=sum(record.step_seconds[-PLOTTED_STEPS:]),
         )
-    finally:
-        _say(f"\n{table}\n")
-    _say(no_plot or f"plot of resident device memory: {folder.path / 'resident.png'}")
+    except OSError as error:  # matplotlib keeps a cache of fonts on the disk
+        raise CommandFailed(f"cannot draw resident.png: {error.strerror or error}") from error
+    return no_plot or (
+        f"plot of resident device memory: {folder.write_bytes('resident.png', picture.getvalue())}"
+    )
 
 
 def _check(

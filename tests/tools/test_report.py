@@ -154,12 +154,12 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     folder = RunFolder(tmp_path)
     folder.write_text("losses.json", "old")
 
-    def full(self: Path, data: str, **options: Any) -> int:
-        with builtins.open(self, "w") as file:
+    def full(self: Path, data: bytes) -> int:
+        with builtins.open(self, "wb") as file:
             file.write(data[:1])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(CommandFailed, match=r"cannot write .*losses.json: No space left on device"):
         folder.write_text("losses.json", "new")
     assert (tmp_path / "losses.json").read_text() == "old"

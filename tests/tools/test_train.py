@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import errno
 import importlib.util
 import json
 import os
@@ -78,7 +79,7 @@ def test_the_state_is_four_times_the_budget(model: str) -> None:
 def test_without_a_gpu_the_default_is_the_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "num_devices", lambda: 0)
     job = decide()
-    assert (job.model, job.steps, job.batch, job.seq, job.lr) == ("small", 150, 8, 128, 1e-3)
+    assert (job.model, job.steps, job.batch, job.seq, job.lr) == ("small", 100, 8, 128, 1e-3)
 
 
 def test_with_a_gpu_the_default_is_large_enough_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +144,8 @@ def test_an_option_that_cannot_work_is_refused(argv: tuple[str, ...], message: s
         (("--out", "/dev/null/runs"), "cannot write there"),
         (("--eviction", "random"), "belady"),
         (("--device", "gpu"), 'device is .gpu.*"cuda'),
+        (("--disk", "/nonexistent"), "--disk /nonexistent: there is no such folder"),
+        (("--disk", "/dev/null"), "--disk /dev/null: is not a folder"),
     ],
 )
 def test_bad_input_is_one_line_before_any_training(
@@ -160,9 +163,68 @@ def test_bad_input_is_one_line_before_any_training(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error)
+    if "--disk" in argv:
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--seed", "--steps", "--batch", "--seq"])
+def test_a_number_beyond_64_bits_is_wrong_use(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_tiny(tmp_path, option, str(2**63)) == 2
+    assert re.search(
+        rf"argument {option}: '{2**63}' is not a number from \d to {2**63 - 1}", capsys.readouterr().err
+    )
+    assert decide("--seed", str(2**63 - 1), "--device", "cpu").seed == 2**63 - 1
+
+
+def test_the_largest_seed_trains(tmp_path: Path) -> None:
+    assert run_tiny(tmp_path, "--steps", "1", "--seed", str(2**63 - 1)) == 0
+    assert len(read_json(the_folder(tmp_path) / "losses.json")["losses"]) == 1
 
 
 # Whole runs
+
+
+def test_a_disk_that_nothing_needs_is_said_to_have_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    assert run_tiny(tmp_path / "runs", "--steps", "1", "--disk", str(disk)) == 0
+    assert f"warning: --disk {disk} had no effect" in capsys.readouterr().out
+
+
+def test_a_full_disk_at_the_plot_is_one_line_after_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        if "resident.png" not in self.name:
+            return original(self, data)
+        original(self, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert run_tiny(tmp_path, "--steps", "1") == 1
+    output = capsys.readouterr()
+    assert re.search(
+        r"^pager: cannot write \S+resident.png: No space left on device$", output.err, re.MULTILINE
+    )
+    assert "hit rate" in output.out
+    assert {path.name for path in the_folder(tmp_path).iterdir()} == RESULTS - {"resident.png"}
+
+
+def test_a_plot_that_cannot_be_drawn_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train_job, "plot_resident", refuse)
+    assert run_tiny(tmp_path, "--steps", "1") == 1
+    assert "pager: cannot draw resident.png: No space left on device\n" in capsys.readouterr().err
 
 
 def test_a_run_equals_plain_pytorch_and_leaves_its_results(
