@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,8 @@ from pager.units import format_bytes, parse_size
 
 MIN_PAGE_BYTES = 16 * 2**10
 MAX_PAGE_BYTES = 4 * 2**20
+# Whether the GPU is there is asked when a model is managed; what no machine has is refused here.
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +58,13 @@ class Config:
         ``pager.policies.protocol.EvictionPolicy``.
     device: "auto" (CUDA when there is one), "cuda", "cuda:1", or "cpu" (the simulated device).
     device_budget: bytes, "24GiB", or a fraction of the device's memory in (0, 1]; None = 90 % of what is
-        free.
+        free, on the simulated device 25 % of the host memory that is free.
     device_headroom: bytes kept free for activations beyond what was measured; "auto" = one sixteenth of the
-        budget.
+        budget, on the simulated device 0 (activations are not counted there).
     host_budget: bytes, "48GiB", or a fraction of the smaller of physical memory and the cgroup limit.
-    disk: folder for the third tier, or None for two tiers.
-    disk_budget: bytes or "55GiB"; None = what the folder's file system has free, less one tenth.
+    disk: folder for the third tier, or None for two tiers. It is used by what host memory has no room for.
+    disk_budget: the most bytes to take there, or "55GiB"; None = what the folder's file system has free, less
+        one tenth.
     update_on: where the optimizer runs; "device" is exact. "auto" and "cpu" are not available yet.
     update_at: "step", or "backward" (not available yet).
     example_inputs: a tuple of positional or a dict of keyword inputs for capture before the first batch.
@@ -94,6 +99,7 @@ class Config:
             )
         self._check_distance()
         self._check_eviction()
+        self._check_places()
         _check_budget("device_budget", self.device_budget, optional=True)
         _check_budget("host_budget", self.host_budget, optional=False)
         if self.device_headroom != "auto":
@@ -134,7 +140,24 @@ class Config:
     def _check_eviction(self) -> None:
         from pager.policies.protocol import make_eviction_policy
 
-        make_eviction_policy(self.eviction)
+        try:
+            make_eviction_policy(self.eviction)
+        except ValueError as error:  # that room does not know our errors
+            raise ConfigError(str(error)) from error
+
+    def _check_places(self) -> None:
+        if not isinstance(self.device, str):
+            raise TypeError(
+                f'device is {self.device!r}; expected text: "auto", "cuda", "cuda:<number>" or "cpu"'
+            )
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(
+                f'device is {self.device!r}; expected "auto", "cuda", "cuda:<number>" or "cpu" (the simulated device)'
+            )
+        if self.disk is not None and not isinstance(self.disk, (str, os.PathLike)):
+            raise TypeError(f"disk is {self.disk!r}; expected the path of a folder, or None")
+        if self.disk is not None and not os.fspath(self.disk):
+            raise ConfigError("disk is empty text; expected the path of a folder, or None")
 
     @property
     def page_bytes(self) -> int:
@@ -151,12 +174,16 @@ class Config:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Config:
-        """Read knobs from a YAML mapping. Raises ConfigError naming the file for anything else in it."""
+        """Read knobs from a YAML mapping. Raises ConfigError naming the file where it cannot be read or has
+        anything else in it.
+        """
         import yaml
 
         try:
             with open(path, encoding="utf-8") as file:
                 knobs = yaml.safe_load(file)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not YAML: {error}") from error
         if knobs is None:

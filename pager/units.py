@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from pager.errors import ConfigError
+
 _FACTORS = {
     "": 1,
     "b": 1,
@@ -26,20 +28,25 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 def parse_size(size: int | str, *, name: str = "size") -> int:
     """Bytes in ``size``: an int as it is, or text such as ``"128KiB"``, ``"1.5 GiB"``, ``"24GB"``.
 
-    ``name`` is the knob named in the error. Raises TypeError for other types, ValueError for text that is
-    not a size and for negative numbers.
+    ``name`` is the knob named in the error. Raises TypeError for other types, ConfigError (a ValueError) for
+    text that is not a size, for a decimal without a unit, and for negative numbers.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f'{name} is {size!r}; expected bytes as an int or text such as "8GiB"')
     if isinstance(size, int):
         if size < 0:
-            raise ValueError(f"{name} is {size}; a size in bytes cannot be negative")
+            raise ConfigError(f"{name} is {size}; a size in bytes cannot be negative")
         return size
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
-        raise ValueError(
+        raise ConfigError(
             f'{name} is {size!r}; expected a number and a unit, such as "8GiB", "512MiB", "128KiB"'
+        )
+    if factor == 1 and "." in match.group(1):
+        raise ConfigError(
+            f"{name} is {size!r}, a decimal without a unit; give a fraction as a float (without quotes), or bytes "
+            'as text with a unit, such as "8GiB"'
         )
     return round(float(match.group(1)) * factor)
 

@@ -24,24 +24,31 @@ from pager.policies.lru import Lru
         ({"page_size": "8KiB"}, ConfigError, "power of two"),
         ({"page_size": "8MiB"}, ConfigError, "power of two"),
         ({"page_size": 0}, ConfigError, "power of two"),
-        ({"page_size": "big"}, ValueError, "page_size is 'big'"),
+        ({"page_size": "big"}, ConfigError, "page_size is 'big'"),
         ({"page_size": 1.5}, TypeError, "page_size is 1.5"),
         ({"prefetch_distance": -1}, ConfigError, "cannot be negative"),
         ({"prefetch_distance": True}, TypeError, "prefetch_distance is True"),
         ({"prefetch_distance": 1.0}, TypeError, "number of extents"),
         ({"prefetch_distance": "far"}, TypeError, '"auto"'),
-        ({"eviction": "fifo"}, ValueError, "'belady', 'clock', 'lru'"),
+        ({"eviction": "fifo"}, ConfigError, "'belady', 'clock', 'lru'"),
         ({"eviction": Lru}, TypeError, "pass an object of it"),
         ({"eviction": object()}, TypeError, "lacks"),
         ({"device_budget": 0}, ConfigError, "device_budget is 0 bytes"),
         ({"device_budget": 1.5}, ConfigError, "fraction must be above 0 and at most 1"),
         ({"device_budget": 0.0}, ConfigError, "fraction must be above 0"),
-        ({"device_budget": -5}, ValueError, "cannot be negative"),
+        ({"device_budget": -5}, ConfigError, "cannot be negative"),
+        ({"device_budget": "0.9"}, ConfigError, "device_budget is '0.9', a decimal without a unit; .*float"),
+        ({"host_budget": "1.5"}, ConfigError, "host_budget is '1.5', a decimal without a unit"),
+        ({"device": "gpu"}, ConfigError, "device is 'gpu'; expected \"auto\""),
+        ({"device": "cuda:x"}, ConfigError, "cuda:<number>"),
+        ({"device": 0}, TypeError, "device is 0; expected text"),
+        ({"disk": 5}, TypeError, "disk is 5; expected the path of a folder"),
+        ({"disk": ""}, ConfigError, "disk is empty text"),
         ({"host_budget": None}, TypeError, "host_budget is None"),
-        ({"host_budget": "x"}, ValueError, "host_budget is 'x'"),
-        ({"device_headroom": "x"}, ValueError, "device_headroom is 'x'"),
+        ({"host_budget": "x"}, ConfigError, "host_budget is 'x'"),
+        ({"device_headroom": "x"}, ConfigError, "device_headroom is 'x'"),
         ({"disk_budget": "1GiB"}, ConfigError, "disk is None"),
-        ({"disk": ".", "disk_budget": "x"}, ValueError, "disk_budget is 'x'"),
+        ({"disk": ".", "disk_budget": "x"}, ConfigError, "disk_budget is 'x'"),
         ({"update_on": "gpu"}, ConfigError, 'expected "device", "auto" or "cpu"'),
         ({"update_on": "cpu"}, ConfigError, "not available yet"),
         ({"update_at": "later"}, ConfigError, 'expected "step" or "backward"'),
@@ -72,6 +79,8 @@ def test_what_cannot_work_is_refused_at_once(
         {"device_budget": "24GiB"},
         {"device_budget": 1.0},
         {"device_headroom": "1GiB"},
+        {"device": "cuda:1"},
+        {"device": "cpu"},
         {"host_budget": 2**30},
         {"disk": Path("."), "disk_budget": "1GiB"},
         {"example_inputs": (1,)},
@@ -161,6 +170,8 @@ def test_a_binary_file_is_not_yaml(tmp_path: Path) -> None:
         Config.from_yaml(path)
 
 
-def test_a_missing_file_is_an_ordinary_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
         Config.from_yaml(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        Config.from_yaml(tmp_path)
