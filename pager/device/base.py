@@ -244,7 +244,9 @@ class Device(ABC):
     def limit_allocator(self, num_bytes: int | None) -> None:
         """Let torch's allocator reserve at most ``num_bytes``: beyond that it raises its out-of-memory error.
 
-        None takes the limit off. Does nothing if simulated.
+        The smallest limit of all open devices of this GPU is in force, and no more than what was there before
+        the first, which comes back after the last. None takes this one's off; so does dropping the device. Does
+        nothing if simulated.
         """
 
     @abstractmethod

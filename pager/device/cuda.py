@@ -10,8 +10,10 @@ priority. Page-locking goes through ``cudaHostRegister`` on memory that is alrea
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +133,45 @@ class _Frames:
         }
 
 
+class _AllocatorCaps:
+    """The caps that open devices put on torch's allocator of one GPU.
+
+    torch knows one fraction per process and GPU, while several managed models may be open. Each one's limit is
+    on everything the process takes, so the smallest is in force, and never more than the user's own fraction,
+    which comes back when the last limit goes.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: a dropped device's finalizer may run inside garbage collection under this very lock.
+        self._lock = threading.RLock()
+        self._limits: dict[int, dict[int, float]] = {}
+        self._before: dict[int, float] = {}
+
+    def put(self, index: int, holder: int, share: float | None) -> None:
+        """Replace the limit of ``holder`` on GPU ``index``: a share of its memory, None for no limit."""
+        with self._lock:
+            limits = self._limits.setdefault(index, {})
+            if share is None:
+                if limits.pop(holder, None) is None:
+                    return
+            else:
+                if not limits:
+                    self._before[index] = _memory_fraction(index)
+                limits[holder] = share
+            before = self._before[index]
+            torch.cuda.set_per_process_memory_fraction(min([before, *limits.values()]), index)
+
+
+_ALLOCATOR_CAPS = _AllocatorCaps()
+_HOLDERS = itertools.count()
+
+
+def _memory_fraction(index: int) -> float:
+    """The share of the GPU that torch's allocator may take now; 1.0 where torch cannot tell."""
+    get = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if get is None else float(get(index))
+
+
 class CudaDevice(Device):
     """The GPU ``cuda:<index>``. ``check_races`` gives it a happens-before checker, which costs time."""
 
@@ -147,6 +188,8 @@ class CudaDevice(Device):
         self._streams: dict[int, CudaStream] = {}
         self._registered: set[int] = set()
         self._is_closed = False
+        self._holder = next(_HOLDERS)
+        self._lift_cap: weakref.finalize[Any, Any] | None = None
         # torch takes streams of the pool in turn and may give out one it gave before; ours are told apart by
         # index.
         self._num_streams = 0
@@ -250,8 +293,13 @@ class CudaDevice(Device):
         return int(torch.cuda.memory_reserved(self.torch_device))
 
     def limit_allocator(self, num_bytes: int | None) -> None:
-        share = 1.0 if num_bytes is None else min(num_bytes / self.total_bytes(), 1.0)
-        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+        share = None if num_bytes is None else min(num_bytes / self.total_bytes(), 1.0)
+        index = self.torch_device.index
+        if share is not None and self._lift_cap is None:
+            # A model that nobody closes must not leave its cap behind.
+            self._lift_cap = weakref.finalize(self, _ALLOCATOR_CAPS.put, index, self._holder, None)
+            self._lift_cap.atexit = False
+        _ALLOCATOR_CAPS.put(index, self._holder, share)
 
     def allocator_peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_reserved(self.torch_device))
