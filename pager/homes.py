@@ -6,7 +6,7 @@ gives each a home; what cannot fit is refused there and then, with the bytes tha
 their frames when they are made.
 
 Wired (home on the device): everything, where everything fits; else parameters, up to half of the arena, since
-a parameter that streams crosses the link three times a step and a state twice. The other half is what
+a parameter that streams crosses the link four times a step and a state twice. The other half is what
 streaming needs to run ahead. Gradients come and go and would leave holes between wired runs, so they are
 wired never; where there is no pressure nothing moves them either.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -212,8 +212,3 @@ class Homes:
             home = self._planned.get((item.kind, item.name), Home.HOST)
             totals[home.name.lower()] += ceil_div(item.num_bytes, self._page_size) * self._page_size
         return totals
-
-
-def describe(report: dict[str, int]) -> dict[str, Any]:
-    """The report for people."""
-    return {tier: format_bytes(num_bytes) for tier, num_bytes in report.items()}

@@ -203,7 +203,7 @@ class Mmu:
         self._held.clear()
 
     @contextlib.contextmanager
-    def resident(self, bindings: Sequence[Binding], *, ordinary: bool = False) -> Iterator[None]:
+    def resident(self, bindings: Sequence[Binding]) -> Iterator[None]:
         """The tensors stay on the device and pointed at their frames; writes by raw pointer are kept."""
         leases = self.enter(bindings, "resident()")
         try:

@@ -120,8 +120,3 @@ def make_ordinary(tensor: torch.Tensor, cls: type, data: torch.Tensor) -> None:
     del tensor._pager  # type: ignore[attr-defined]
     tensor.__class__ = cls
     set_data(tensor, data)
-
-
-def is_paged(tensor: Any) -> bool:
-    """Whether ``tensor`` goes through the door."""
-    return isinstance(tensor, Paged)

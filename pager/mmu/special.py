@@ -272,8 +272,3 @@ def _ordinary(values: Any) -> Any:
     if isinstance(values, (list, tuple)) and any(isinstance(value, Paged) for value in values):
         return [_ordinary(value) for value in values]
     return values
-
-
-@_handles(_method("__setstate__"))
-def _setstate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return access(func, args, kwargs)

@@ -15,16 +15,13 @@ import torch
 from torch.optim import Optimizer
 
 # Instance attributes that hold hooks; a shadow's must be empty, so that each fires once per user step.
-_HOOK_ATTRIBUTES = tuple(
-    name
-    for name in (
-        "_optimizer_step_pre_hooks",
-        "_optimizer_step_post_hooks",
-        "_optimizer_state_dict_pre_hooks",
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-    )
+_HOOK_ATTRIBUTES = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
 )
 _SHADOW = "_is_pager_shadow"
 

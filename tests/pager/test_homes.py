@@ -12,7 +12,7 @@ import torch
 from pager.address_space import AddressSpace, Segment
 from pager.device.simulated import SimulatedDevice
 from pager.errors import BudgetError, TierFull
-from pager.homes import Homes, Wanted, describe
+from pager.homes import Homes, Wanted
 from pager.page_table import Home, PageTable
 from pager.tiers.disk_file import DiskFile
 from pager.tiers.host_arena import HostArena
@@ -161,7 +161,3 @@ def test_frames_are_given_back(disk: DiskFile, home: Home) -> None:
     assert homes._host.used_bytes + disk.used_bytes == (0 if home is Home.DEVICE else MIB)
     homes.free(segment)
     assert homes._host.used_bytes + disk.used_bytes == 0
-
-
-def test_the_report_for_people() -> None:
-    assert describe({"host": 3 * MIB}) == {"host": "3.00 MiB"}
