@@ -11,6 +11,7 @@ Importing this package is cheap: each name is looked up in its module on first u
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from pager.units import parse_size
 
 __version__ = "0.1.0"
+
+# Without a handler of the application's, Python would print our warnings itself.
+logging.getLogger("pager").addHandler(logging.NullHandler())
 
 __all__ = [
     "manage",

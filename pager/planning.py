@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from pager.graph.access_trace import AccessRow, AccessTrace, Phase, SegmentSpec
 from pager.graph.capture import Capture, capture
 from pager.graph.cost_model import estimate_tick_seconds
-from pager.graph.plan import Plan, make_plan
+from pager.graph.plan import WAITING, Plan, make_plan
 from pager.page_table import Home
 
 if TYPE_CHECKING:
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from pager.page_table import PageTable
     from pager.policies.protocol import EvictionPolicy
 
-logger = logging.getLogger("pager.planning")
-
-WAITING = "waiting for the first batch"
 RECORDED = "recorded first step"
 _WAYS = {"meta": "captured on meta", "fake": "captured on fake tensors", "recorded": RECORDED}
 
@@ -71,7 +67,6 @@ class Planner:
         self.note = found.reason or ""
         self._plan = None
         if found.way == "recorded":
-            logger.info("plan: the first step will be recorded (%s)", found.reason)
             return None
         self._capture = found
         self._inputs = tree_map_only(torch.Tensor, _without_data, (tuple(args), dict(kwargs)))
