@@ -344,7 +344,8 @@ def _predict(
         page_out_bytes=traffic.page_out_bytes,
         disk_read_bytes=int(traffic.page_in_bytes_of_key[on_disk].sum()),
         disk_write_bytes=int(traffic.page_out_bytes_of_key[on_disk].sum()),
-        hit_rate=traffic.hits / max(traffic.hits + traffic.misses, 1),
+        # Where everything is wired no access can miss, and none is simulated.
+        hit_rate=traffic.hits / (traffic.hits + traffic.misses) if traffic.hits + traffic.misses else 1.0,
         peak_resident_bytes=traffic.peak_resident_bytes + wired_bytes,
         resident_bytes=traffic.resident_bytes + wired_bytes,
     )

@@ -12,6 +12,7 @@ activations are ordinary tensors in host memory.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from pager.config import Config, resolve_budget
@@ -30,6 +31,8 @@ _SIMULATED_SHARE = 0.25
 _HEADROOM_SHARE = 16
 # Share of what is left for the arena before activations were measured.
 _UNMEASURED_SHARE = 2
+# Asking the driver for the process's bytes takes milliseconds, and who asks for statistics asks at every step.
+_SECONDS_BETWEEN_MEASUREMENTS = 1.0
 
 
 class DeviceBudget:
@@ -43,14 +46,29 @@ class DeviceBudget:
         self._fixed_arena_bytes = config.checks.arena_bytes
         self._context_bytes = self._measure_context()
         self._out_of_memory = device.num_out_of_memory()
+        self._peak_allocator_bytes = 0
+        self._outside_bytes = 0
+        self._measured_at = -_SECONDS_BETWEEN_MEASUREMENTS
+        device.reset_allocator_peak()  # what was before is not this model's
         self.activation_bytes: int | None = None
-        if self.allocator_bytes <= small_bytes:
+        if self.allocator_bytes <= small_bytes + self.headroom_bytes:
             raise BudgetError(
-                f"pager: device_budget is {format_bytes(self.limit_bytes)}, of which the CUDA context takes "
-                f"{format_bytes(self._context_bytes)} and tensors under a page {format_bytes(small_bytes)}; nothing is "
-                "left for pages. Raise device_budget."
+                f"pager: device_budget is {format_bytes(self.limit_bytes)}, {self.taken()}; nothing is left for "
+                "pages. Raise device_budget" + (" or lower device_headroom." if self._has_headroom else ".")
             )
         device.limit_allocator(self.allocator_bytes)
+
+    @property
+    def _has_headroom(self) -> bool:
+        return self._headroom != "auto" and self.headroom_bytes > 0
+
+    def taken(self) -> str:
+        """For messages: what of the budget is not for pages."""
+        headroom = f", device_headroom {format_bytes(self.headroom_bytes)}" if self.headroom_bytes else ""
+        return (
+            f"of which the CUDA context takes {format_bytes(self._context_bytes)}{headroom} and tensors under a page "
+            f"{format_bytes(self.small_bytes)}"
+        )
 
     def _limit(self, knob: int | float | str | None) -> int:
         device = self._device
@@ -100,8 +118,24 @@ class DeviceBudget:
         if self._device.is_simulated or self._fixed_arena_bytes is not None:
             return 0
         peak = self._device.allocator_peak_bytes()
+        self._peak_allocator_bytes = max(self._peak_allocator_bytes, peak)
         self._device.reset_allocator_peak()
         return self.allocator_bytes - self.headroom_bytes - peak
+
+    def peak_process_bytes(self) -> int:
+        """The most the process took on the device since this budget was made; 0 on the simulated device.
+
+        The allocator's peak, and what the process holds beside it (context, kernels), which only grows.
+        """
+        if self._device.is_simulated:
+            return 0
+        now = time.monotonic()
+        if now - self._measured_at >= _SECONDS_BETWEEN_MEASUREMENTS:
+            self._measured_at = now
+            outside = self._device.process_bytes() - self._device.allocator_bytes()
+            self._outside_bytes = max(self._outside_bytes, outside)
+        self._peak_allocator_bytes = max(self._peak_allocator_bytes, self._device.allocator_peak_bytes())
+        return self._peak_allocator_bytes + self._outside_bytes
 
     def close(self) -> None:
         """Take the cap off torch's allocator."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 import time
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ class Statistics:
 
     An access is one segment named by one operation. It is a *hit* when its pages were on the device, a *minor
     fault* when they were on their way, a *major fault* when nobody had asked for them in time.
+
+    ``peak_resident_bytes`` counts pages; ``peak_device_process_bytes`` all that the process took on the device,
+    which is what ``device_budget_bytes`` bounds (0 on the simulated device, whose budget counts pages).
+    ``disk_budget_bytes`` is what may be taken there, ``disk_bytes`` what is (0 without ``disk``).
     """
 
     page_in_bytes: int = 0
@@ -31,6 +36,7 @@ class Statistics:
     deviations: int = 0
     resident_bytes: int = 0
     peak_resident_bytes: int = 0
+    peak_device_process_bytes: int = 0
     wired_bytes: int = 0
     device_budget_bytes: int = 0
     host_bytes: int = 0
@@ -58,10 +64,15 @@ class Statistics:
 
 
 class Counters:
-    """The mutable counters behind :class:`Statistics`. Plain additions; the engine's lock guards them."""
+    """The mutable counters behind :class:`Statistics`.
+
+    Hits and faults are counted under the engine's lock, by plain additions. Bytes, stalls and steps are counted
+    where that lock is not held (never over a copy): by :meth:`add`, under a lock of their own.
+    """
 
     __slots__ = (
         "_history",
+        "_lock",
         "_start",
         "deviations",
         "disk_read_bytes",
@@ -95,8 +106,28 @@ class Counters:
         self.stall_seconds = 0.0
         self.num_steps = 0
         self.deviations = 0
+        self._lock = threading.Lock()
         self._start = time.perf_counter()
         self._history: collections.deque[tuple[float, int]] = collections.deque(maxlen=self.HISTORY_SAMPLES)
+
+    def add(
+        self,
+        *,
+        page_in_bytes: int = 0,
+        page_out_bytes: int = 0,
+        disk_read_bytes: int = 0,
+        disk_write_bytes: int = 0,
+        stall_seconds: float = 0.0,
+        num_steps: int = 0,
+    ) -> None:
+        """Add to counters from any thread, whatever other locks it holds."""
+        with self._lock:
+            self.page_in_bytes += page_in_bytes
+            self.page_out_bytes += page_out_bytes
+            self.disk_read_bytes += disk_read_bytes
+            self.disk_write_bytes += disk_write_bytes
+            self.stall_seconds += stall_seconds
+            self.num_steps += num_steps
 
     def sample_resident(self, resident_bytes: int) -> None:
         """Note the resident bytes now, for the sawtooth."""

@@ -59,15 +59,17 @@ def format_table(statistics: Statistics, *, losses: Sequence[float], tokens: int
     ``tokens`` and ``seconds`` are those of the training steps alone, without set-up.
     """
     s = statistics
+    # On a GPU the budget bounds the whole process, not pages alone.
+    device_peak = s.peak_device_process_bytes or s.peak_resident_bytes
     rows = [
         ("", "device", "host", "disk"),
         _row("bytes in", s.page_in_bytes, s.page_out_bytes + s.disk_read_bytes, s.disk_write_bytes),
         _row("bytes out", s.page_out_bytes, s.page_in_bytes + s.disk_write_bytes, s.disk_read_bytes),
-        _row("peak", s.peak_resident_bytes, s.peak_host_bytes, s.peak_disk_bytes),
+        _row("peak", device_peak, s.peak_host_bytes, s.peak_disk_bytes),
         _row("budget", s.device_budget_bytes, s.host_budget_bytes, s.disk_budget_bytes),
         (
             "peak / budget",
-            _share(s.peak_resident_bytes, s.device_budget_bytes),
+            _share(device_peak, s.device_budget_bytes),
             _share(s.peak_host_bytes, s.host_budget_bytes),
             _share(s.peak_disk_bytes, s.disk_budget_bytes),
         ),
@@ -79,6 +81,7 @@ def format_table(statistics: Statistics, *, losses: Sequence[float], tokens: int
         f"accesses       {s.num_accesses:,}: {s.hits:,} hits, "
         f"{s.minor_faults:,} minor and {s.major_faults:,} major faults",
         f"hit rate       {s.hit_rate:.2%}",
+        f"pages peak     {format_bytes(s.peak_resident_bytes)} on the device",
         f"stall          {s.stall_seconds:.2f} s, {_share(s.stall_seconds, seconds)} of {seconds:.1f} s",
         f"speed          {tokens / max(seconds, 1e-9):,.0f} tokens/s",
     ]

@@ -115,7 +115,29 @@ def test_what_the_last_step_left_over() -> None:
     budget = make_budget(gpu, device_budget="24GiB", device_headroom="1GiB")
     gpu.peak_bytes = 10 * GIB
     assert budget.spare_bytes() == 24 * GIB - GIB - LAZY - GIB - 10 * GIB
-    assert gpu.num_resets == 1
+    assert gpu.num_resets == 2  # when it was made, and now
+
+
+def test_a_headroom_that_leaves_nothing_is_named() -> None:
+    message = r"device_headroom 6.00 MiB and tensors under a page 0 B; nothing .* or lower device_headroom"
+    with pytest.raises(BudgetError, match=message):
+        make_budget(SimulatedDevice(), device_budget="4MiB", device_headroom="6MiB")
+
+
+def test_the_peak_of_the_process_is_the_allocators_and_what_stands_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Gpu()
+    budget = make_budget(gpu, device_budget="24GiB")
+    gpu.peak_bytes = 10 * GIB
+    assert budget.spare_bytes() > 0  # a step boundary, which starts a new measurement
+    gpu.peak_bytes = 7 * GIB
+    assert budget.peak_process_bytes() == 11 * GIB
+    monkeypatch.setattr(Gpu, "process_bytes", lambda gpu: 5 * GIB)
+    assert budget.peak_process_bytes() == 11 * GIB  # the driver was asked a moment ago
+    monkeypatch.setattr("pager.device_budget._SECONDS_BETWEEN_MEASUREMENTS", 0.0)
+    assert budget.peak_process_bytes() == 13 * GIB
+    assert make_budget(SimulatedDevice(), device_budget="24MiB").peak_process_bytes() == 0
 
 
 def test_after_an_out_of_memory_error_once_less() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -37,10 +38,10 @@ STATISTICS = Statistics(
 )
 
 
-def make_table(**changes: Any) -> dict[str, str]:
+def make_table(statistics: Statistics = STATISTICS, **changes: Any) -> dict[str, str]:
     """Name of the line -> the rest of it."""
     arguments = {"losses": [5.5, 4.0, 2.25], "tokens": 6000, "seconds": 2.0, **changes}
-    lines = format_table(STATISTICS, **arguments).splitlines()
+    lines = format_table(statistics, **arguments).splitlines()
     return {line[:15].strip(): " ".join(line[15:].split()) for line in lines if line}
 
 
@@ -54,6 +55,7 @@ def make_table(**changes: Any) -> dict[str, str]:
         ("peak / budget", "90.0% 50.0% -"),
         ("accesses", "100: 90 hits, 7 minor and 3 major faults"),
         ("hit rate", "90.00%"),
+        ("pages peak", "9.00 MiB on the device"),
         ("stall", "0.50 s, 25.0% of 2.0 s"),
         ("speed", "3,000 tokens/s"),
         ("loss", "5.500 -> 2.250 nats/byte in 3 steps"),
@@ -61,6 +63,12 @@ def make_table(**changes: Any) -> dict[str, str]:
 )
 def test_the_table_has_a_line_for_everything(name: str, expected: str) -> None:
     assert make_table()[name] == expected
+
+
+def test_on_a_gpu_the_peak_is_that_of_the_process() -> None:
+    table = make_table(dataclasses.replace(STATISTICS, peak_device_process_bytes=5 * MEBIBYTE))
+    assert table["peak"] == "5.00 MiB 40.00 MiB -"
+    assert table["peak / budget"] == "50.0% 50.0% -"
 
 
 def test_a_run_without_a_step_has_a_table_too() -> None:
