@@ -9,7 +9,9 @@ read again.
 
 from __future__ import annotations
 
+import threading
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,67 +22,105 @@ from pager.page_table import Home
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pager.address_space import Segment
     from pager.mmu.binding import Binding
     from pager.mmu.mmu import Mmu
 
 
+@dataclass(slots=True, eq=False)
+class _Alias:
+    """A tensor over a home, and the version it was last seen at."""
+
+    ref: weakref.ref[torch.Tensor]
+    seen: int
+
+
 class HomeAliases:
-    """The CPU tensors over homes that users hold."""
+    """The CPU tensors over homes that users hold. Safe to call from several threads.
+
+    The lock guards the lists alone; the engine, which may wait, is called without it. So several threads may
+    settle one tensor at a time: each takes over what it saw, and an alias counts as seen only when its writes
+    have been taken over, before the thread that did so goes on to use the tensor.
+    """
 
     def __init__(self, mmu: Mmu) -> None:
         self._mmu = mmu
-        # Per segment: the aliases, each with the version it was last seen at.
-        self._aliases: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
-
-    def storage_over(self, binding: Binding) -> torch.UntypedStorage | None:
-        """The storage of an alias that is alive: tied names share one, so that torch.save writes it once."""
-        for ref, _ in self._aliases.get(binding.segment.index, ()):
-            tensor = ref()
-            if tensor is not None:
-                return tensor.untyped_storage()
-        return None
+        self._aliases: dict[int, list[_Alias]] = {}
+        # Reentrant: garbage collection under it may run code of the user's that comes here.
+        self._lock = threading.RLock()
 
     def __bool__(self) -> bool:
         return bool(self._aliases)
 
-    def add(self, binding: Binding, alias: torch.Tensor) -> None:
-        """Remember ``alias``, a tensor over the home of ``binding``."""
-        self._aliases.setdefault(binding.segment.index, []).append((weakref.ref(alias), alias._version))
+    def share(self, segment: Segment, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A new tensor over the home of ``segment``, remembered as an alias.
+
+        Its storage is that of an alias which is alive, else ``storage``: tied names share one, so that
+        torch.save writes it once.
+        """
+        with self._lock:
+            aliases = self._aliases.setdefault(segment.index, [])
+            alive = (alias.ref() for alias in aliases)
+            storage = next((known.untyped_storage() for known in alive if known is not None), storage)
+            tensor = strided_view(storage, segment.dtype, segment.size, segment.stride)
+            aliases.append(_Alias(weakref.ref(tensor), tensor._version))
+        return tensor
 
     def settle(self, bindings: Sequence[Binding]) -> None:
         """Before these tensors are used: take over what was written to their homes."""
         for binding in bindings:
-            refs = self._aliases.get(binding.segment.index)
-            if refs is not None:
-                self._settle(binding, refs)
+            if binding.segment.index in self._aliases:
+                self._settle(binding)
 
-    def _settle(self, binding: Binding, refs: list[tuple[weakref.ref[torch.Tensor], int]]) -> None:
-        alive = [
-            (tensor, seen) for tensor, seen in ((ref(), seen) for ref, seen in refs) if tensor is not None
-        ]
-        written = any(tensor._version != seen for tensor, seen in alive)
-        if not written and len(alive) == len(refs):
+    def _settle(self, binding: Binding) -> None:
+        index = binding.segment.index
+        with self._lock:
+            aliases = list(self._aliases.get(index, ()))
+            versions = _versions(aliases)
+        written = _written(aliases, versions)
+        if not written and None not in versions:
             return
         engine = self._mmu.engine
         if engine.is_dirty(binding.segment):
-            if written:
+            if written and self._still_written(aliases):
                 raise RuntimeError(
                     f"{binding.name}: a tensor from state_dict() was written to after the parameter itself had "
                     "changed; use load_state_dict() or torch.no_grad() and the parameter to change a managed model"
                 )
         else:
             engine.evict_segments([binding.segment])
-            if written and engine.runs_of(binding.segment):
+            if written and engine.runs_of(binding.segment) and self._still_written(aliases):
                 raise RuntimeError(
                     f"{binding.name}: a tensor from state_dict() was written to while views of the parameter are "
                     "alive, which would not see it; drop them, or change the parameter itself under torch.no_grad()"
                 )
-        if alive:
-            self._aliases[binding.segment.index] = [
-                (weakref.ref(tensor), tensor._version) for tensor, _ in alive
-            ]
-        else:
-            del self._aliases[binding.segment.index]
+        with self._lock:
+            for alias, version in zip(aliases, versions, strict=True):
+                if version is not None:
+                    alias.seen = max(alias.seen, version)
+            gone = {id(alias) for alias, version in zip(aliases, versions, strict=True) if version is None}
+            left = [alias for alias in self._aliases.get(index, ()) if id(alias) not in gone]
+            if left:
+                self._aliases[index] = left
+            else:
+                self._aliases.pop(index, None)
+
+    def _still_written(self, aliases: list[_Alias]) -> bool:
+        """False if another thread has settled them meanwhile: it may use the tensor, and change it, already."""
+        with self._lock:
+            return _written(aliases, _versions(aliases))
+
+
+def _versions(aliases: list[_Alias]) -> list[int | None]:
+    """The aliases' versions now, None for one that is gone."""
+    tensors = [alias.ref() for alias in aliases]
+    return [None if tensor is None else tensor._version for tensor in tensors]
+
+
+def _written(aliases: list[_Alias], versions: list[int | None]) -> bool:
+    return any(
+        version is not None and version > alias.seen for alias, version in zip(aliases, versions, strict=True)
+    )
 
 
 def cpu_bytes(mmu: Mmu, binding: Binding) -> torch.Tensor:
@@ -123,11 +163,9 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
     else:
         # A storage of its own, or torch.save would write the whole arena.
         data = torch.from_numpy(data.numpy())
-    storage = (mmu.aliases.storage_over(binding) if alias else None) or data.untyped_storage()
-    tensor = strided_view(storage, segment.dtype, segment.size, segment.stride)
     if alias and int(mmu.engine.table.home[segment.first_page]) == Home.HOST:
-        mmu.aliases.add(binding, tensor)
-    return tensor
+        return mmu.aliases.share(segment, data.untyped_storage())
+    return strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
 
 
 def storage_bytes(
