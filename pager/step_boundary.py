@@ -83,12 +83,12 @@ class StepBoundary:
     def cross(self) -> None:
         """A step is over."""
         counters = self._engine.counters
-        counters.num_steps += 1
+        counters.add(num_steps=1)
         if self._paged.fits:
             # Nothing is paged, so the rest has nothing to work on; and a step that fits is owed every microsecond.
             self._apply_knobs()
             return
-        counters.stall_seconds += self._device.drain_stall_seconds()
+        counters.add(stall_seconds=self._device.drain_stall_seconds())
         self._apply_knobs()
         for name, param in self._paged.find_new():
             self._paged.take_in_late(name, param)

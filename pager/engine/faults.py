@@ -45,13 +45,14 @@ class Faults(Leases):
         self.raise_failure()
         self.drain()
         stream = self.device.current_stream()
-        counted = False
+        counted = on_its_way = False
         while True:
             with self.lock:
                 run = self._find(segment, first, num_pages)
                 if run is not None:
                     if run.leaving or not run.issued:
-                        self.changed.wait()
+                        on_its_way |= not run.issued
+                        self.wait_for_change()
                         continue
                     self._pin(run)
                     break
@@ -67,16 +68,18 @@ class Faults(Leases):
             if run is not None:
                 break
         try:
-            self._begin_use(run, stream, overwrite=overwrite, faulted=counted)
+            self._begin_use(run, stream, overwrite=overwrite, faulted=counted, on_its_way=on_its_way)
             self.on_access()
         except BaseException:
             self.release(run)
             raise
         return run
 
-    def _begin_use(self, run: Run, stream: Stream, *, overwrite: bool, faulted: bool) -> None:
+    def _begin_use(
+        self, run: Run, stream: Stream, *, overwrite: bool, faulted: bool, on_its_way: bool
+    ) -> None:
         with self.lock:
-            self._count_use(run, faulted)
+            self._count_use(run, faulted=faulted, on_its_way=on_its_way)
             self.policy.record_access(run.segment.index, self.timeline.position)
             waits: list[Event] = []
             if stream.index not in run.waited:
@@ -104,11 +107,12 @@ class Faults(Leases):
         if segment.index in self._evicted_once:
             self.counters.refaults += 1
 
-    def _count_use(self, run: Run, faulted: bool) -> None:
+    def _count_use(self, run: Run, *, faulted: bool, on_its_way: bool) -> None:
+        """``faulted``: counted as a fault already; ``on_its_way``: the host waited for its copy to be issued."""
         arriving = int(self.table.state[run.begin]) == PageState.ARRIVING
         if not faulted:
             late = arriving and run.ready is not None and not run.ready.query()
-            if late:
+            if late or on_its_way:
                 self.counters.minor_faults += 1
                 self.counters.prefetch_late += int(run.prefetched)
             else:
@@ -125,7 +129,7 @@ class Faults(Leases):
             self.drain()
             with self.lock:
                 while self.moves:
-                    self.changed.wait()
+                    self.wait_for_change()
                 pinned = [run for run in others if run.frame >= 0 and run.pins]
             if not pinned:
                 self.reclaimer.evict(others)
@@ -165,7 +169,7 @@ class Faults(Leases):
         done = False
         try:
             if not overwrite:
-                self.transfers.page_in(run)
+                self.transfers.page_in(run, stalls=demand)
             done = True
         finally:
             with self.lock:
@@ -174,6 +178,7 @@ class Faults(Leases):
                 if done and not demand:
                     run.prefetched = True
                     self.num_prefetched_extents += ceil_div(run.num_bytes, EXTENT_BYTES)
+                    self.num_prefetched_bytes += run.num_bytes
                 if done and demand:
                     # Pinned before anybody can see it: what is to be overwritten must not be written back.
                     self._pin(run)
@@ -221,7 +226,7 @@ class Faults(Leases):
                     raise NoRoom
                 # Another thread was moving runs, which cannot go meanwhile; what it leaves behind may do.
                 if self.moves:
-                    self.changed.wait()
+                    self.wait_for_change()
 
     # -- many at once ------------------------------------------------------------------------------
 

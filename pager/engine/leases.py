@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,7 @@ class Leases:
         # back.
         self.horizon = 0
         self.num_prefetched_extents = 0
+        self.num_prefetched_bytes = 0
         self.on_access: Callable[[], None] = _nothing
         self._poison = poison
         self._runs: dict[int, list[Run]] = {}
@@ -158,6 +160,7 @@ class Leases:
         if run.prefetched:
             run.prefetched = False
             self.num_prefetched_extents -= ceil_div(run.num_bytes, EXTENT_BYTES)
+            self.num_prefetched_bytes -= run.num_bytes
 
     # -- leases ------------------------------------------------------------------------------------
 
@@ -223,6 +226,13 @@ class Leases:
                 self.table.end_page_in(run.begin, run.end, success=True)
             self.table.mark_dirty(run.begin, run.end)
             run.version = self._versions[run.segment.index]()
+
+    def wait_for_change(self, *, stalls: bool = True) -> None:
+        """Wait until a move ends (locked; the lock is free meanwhile). ``stalls``: count it as a stall."""
+        started = time.perf_counter()
+        self.changed.wait()
+        if stalls:
+            self.counters.add(stall_seconds=time.perf_counter() - started)
 
     # -- background --------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Reclaimer:
             victims = self._choose(num_frames, sooner_than)
         if victims is None:
             return False
-        self.evict(victims)
+        self.evict(victims, stalls=sooner_than is None)
         return True
 
     def _choose(self, num_frames: int, sooner_than: int | None) -> list[Run] | None:
@@ -96,9 +96,12 @@ class Reclaimer:
     def _may_go(self, run: Run) -> bool:
         return run.issued and not run.leaving and not run.wired and run.pins == 0
 
-    def evict(self, runs: list[Run]) -> bool:
-        """Phases 2 to 5 for these runs. True if all of them left. Raises TierError if a write failed."""
-        self.write_back(runs)
+    def evict(self, runs: list[Run], *, stalls: bool = True) -> bool:
+        """Phases 2 to 5 for these runs. True if all of them left. Raises TierError if a write failed.
+
+        ``stalls``: it is not pagerd that waits, so waiting counts as a stall of the training.
+        """
+        self.write_back(runs, stalls=stalls)
         engine = self._engine
         gone = True
         with engine.lock:
@@ -117,14 +120,14 @@ class Reclaimer:
                 self._leave(run)
         return gone
 
-    def write_back(self, runs: list[Run]) -> None:
-        """Phases 2 to 4: clean the dirty ones among ``runs``."""
+    def write_back(self, runs: list[Run], *, stalls: bool = True) -> None:
+        """Phases 2 to 4: clean the dirty ones among ``runs``. ``stalls`` as for :meth:`evict`."""
         engine = self._engine
         leaving: list[Run] = []
         with engine.lock:
             # All of them first, so that nobody waits for a run while others wait for his.
             while any(run.leaving for run in runs):
-                engine.changed.wait()
+                engine.wait_for_change(stalls=stalls)
             for run in runs:
                 if run.frame >= 0 and run.issued and not run.wired and self._is_dirty(run):
                     engine.table.begin_page_out(run.begin, run.end)
@@ -137,7 +140,7 @@ class Reclaimer:
             users: list[Stream] = []
             try:
                 engine.note_uses(run)
-                event = engine.transfers.page_out(run)
+                event = engine.transfers.page_out(run, stalls=stalls)
                 success = True
             finally:
                 rest = [] if success else leaving[position + 1 :]

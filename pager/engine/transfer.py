@@ -77,8 +77,11 @@ class Transfers:
 
     # -- device <- home ----------------------------------------------------------------------------
 
-    def page_in(self, run: Run) -> None:
-        """Enqueue the copies that fill ``run``; sets ``run.ready``. Raises TierIOError if the disk fails."""
+    def page_in(self, run: Run, *, stalls: bool = True) -> None:
+        """Enqueue the copies that fill ``run``; sets ``run.ready``. Raises TierIOError if the disk fails.
+
+        ``stalls``: the training stands still meanwhile, so that waiting for a disk counts as a stall.
+        """
         h2d = self._device.h2d
         for event in run.fence.values():
             h2d.wait(event)
@@ -94,23 +97,25 @@ class Transfers:
                 source = self._host.view(home_frame, num_bytes)
                 h2d.copy(target, source, reads=self._host_region(home_frame, num_bytes), writes=writes)
             else:
-                self._read_disk(home_frame, num_bytes, target, writes)
+                self._read_disk(home_frame, num_bytes, target, writes, stalls=stalls)
         run.ready = h2d.record()
         self._home_read[run.segment.index] = run.ready
-        self._counters.page_in_bytes += run.num_bytes
+        self._counters.add(page_in_bytes=run.num_bytes)
 
-    def _read_disk(self, home_frame: int, num_bytes: int, target: torch.Tensor, writes: Region) -> None:
+    def _read_disk(
+        self, home_frame: int, num_bytes: int, target: torch.Tensor, writes: Region, *, stalls: bool
+    ) -> None:
         assert self._disk is not None
         assert self._bounce is not None
         bounce = self._bounce
+        started = time.perf_counter()
         bounce.acquire()
         event: Event | None = None
         try:
             buffer = bounce.memory[:num_bytes]
-            started = time.perf_counter()
             self._disk.read(home_frame, buffer)
-            self._counters.stall_seconds += time.perf_counter() - started
-            self._counters.disk_read_bytes += num_bytes
+            waited = time.perf_counter() - started if stalls else 0.0
+            self._counters.add(stall_seconds=waited, disk_read_bytes=num_bytes)
             self._device.h2d.copy(target, buffer, reads=None, writes=writes)
             event = self._device.h2d.record()
         finally:
@@ -118,10 +123,11 @@ class Transfers:
 
     # -- device -> home ----------------------------------------------------------------------------
 
-    def page_out(self, run: Run) -> Event | None:
+    def page_out(self, run: Run, *, stalls: bool = True) -> Event | None:
         """Enqueue the copies of ``run`` to its home; the event after which the home is good.
 
-        None where the home is the disk: the bytes are in the file when this returns. Raises TierIOError.
+        None where the home is the disk: the bytes are in the file when this returns. ``stalls`` as for
+        :meth:`page_in`. Raises TierIOError.
         """
         d2h = self._device.d2h
         for event in run.last_events().values():
@@ -140,26 +146,28 @@ class Transfers:
                 d2h.copy(target, source, reads=reads, writes=self._host_region(home_frame, num_bytes))
             else:
                 on_disk = True
-                self._write_disk(home_frame, num_bytes, source, reads)
-        self._counters.page_out_bytes += run.num_bytes
+                self._write_disk(home_frame, num_bytes, source, reads, stalls=stalls)
+        self._counters.add(page_out_bytes=run.num_bytes)
         event = d2h.record()
         if not on_disk:
             self._home_written[run.segment.index] = event
         return event
 
-    def _write_disk(self, home_frame: int, num_bytes: int, source: torch.Tensor, reads: Region) -> None:
+    def _write_disk(
+        self, home_frame: int, num_bytes: int, source: torch.Tensor, reads: Region, *, stalls: bool
+    ) -> None:
         assert self._disk is not None
         assert self._bounce is not None
         bounce = self._bounce
+        started = time.perf_counter()
         bounce.acquire()
         try:
             buffer = bounce.memory[:num_bytes]
-            started = time.perf_counter()
             self._device.d2h.copy(buffer, source, reads=reads, writes=None)
             self._device.d2h.record().synchronize()
             self._disk.write(home_frame, buffer)
-            self._counters.stall_seconds += time.perf_counter() - started
-            self._counters.disk_write_bytes += num_bytes
+            waited = time.perf_counter() - started if stalls else 0.0
+            self._counters.add(stall_seconds=waited, disk_write_bytes=num_bytes)
         finally:
             bounce.release()
 
@@ -189,7 +197,7 @@ class Transfers:
         home_frame = int(self._table.home_frame[segment.first_page])
         for offset, num_bytes in _extents(segment.num_bytes):
             self._disk.read(home_frame + offset // segment.page_size, out[offset : offset + num_bytes])
-            self._counters.disk_read_bytes += num_bytes
+            self._counters.add(disk_read_bytes=num_bytes)
         return out
 
     def write_disk_home(self, segment: Segment, source: torch.Tensor) -> None:
@@ -198,7 +206,7 @@ class Transfers:
         home_frame = int(self._table.home_frame[segment.first_page])
         for offset, num_bytes in _extents(segment.num_bytes):
             self._disk.write(home_frame + offset // segment.page_size, source[offset : offset + num_bytes])
-            self._counters.disk_write_bytes += num_bytes
+            self._counters.add(disk_write_bytes=num_bytes)
 
     def forget(self, segment: Segment) -> None:
         """Drop the events of a segment that is no more, after they have passed."""

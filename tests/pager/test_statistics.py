@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 
@@ -57,6 +58,42 @@ def test_every_counter_is_a_statistic() -> None:
     assert fields["page_in_bytes"] == 5
     assert fields.keys() <= {field.name for field in dataclasses.fields(Statistics)}
     assert Statistics(**fields).page_in_bytes == 5  # type: ignore[arg-type]
+
+
+def test_additions_of_two_threads_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread reads a counter, the other adds in between: made to meet by a lock that tells when it is wanted."""
+    counters = Counters()
+    inner = counters._lock
+    entered, other_came = threading.Event(), threading.Event()
+
+    class Met:
+        def __enter__(self) -> None:
+            if entered.is_set():
+                other_came.set()
+            inner.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            inner.release()
+
+    class Slow(int):
+        """Between the reading and the writing of the counter the other thread gets its turn."""
+
+        def __add__(self, other: int) -> int:
+            entered.set()
+            assert other_came.wait(20)
+            return int(self) + other
+
+    monkeypatch.setattr(counters, "_lock", Met())
+    counters.page_in_bytes = Slow(1)
+    first = threading.Thread(target=lambda: counters.add(page_in_bytes=10))
+    first.start()
+    assert entered.wait(20)
+    second = threading.Thread(target=lambda: counters.add(page_in_bytes=100, stall_seconds=0.5))
+    second.start()
+    first.join(20)
+    second.join(20)
+    assert counters.page_in_bytes == 111
+    assert counters.stall_seconds == 0.5
 
 
 def test_the_history_keeps_the_latest_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,28 @@ def test_an_access_waits_for_a_page_in_under_way(disk_rig: DiskRig, monkeypatch:
     gate.open()
     assert daemon.result() is True
     np.testing.assert_array_equal(reader.result(), values[0])
-    assert rig.counters.major_faults == 0
+    assert (rig.counters.major_faults, rig.counters.minor_faults, rig.counters.prefetch_late) == (0, 1, 1)
+    assert rig.counters.hits == 0
+    assert rig.counters.stall_seconds > 0, "the host waited for pagerd"
+
+
+def test_a_disk_read_is_a_stall_only_for_who_waits_for_it(disk_rig: DiskRig) -> None:
+    rig, values = disk_rig
+    assert rig.prefetch(0)
+    assert rig.counters.disk_read_bytes == rig.segments[0].num_bytes
+    assert rig.counters.stall_seconds == 0, "the prefetch runs beside the training"
+    np.testing.assert_array_equal(rig.read(1), values[1])
+    assert rig.counters.stall_seconds > 0
+
+
+def test_a_write_back_for_a_prefetch_is_no_stall(disk_rig: DiskRig) -> None:
+    rig, values = disk_rig
+    rig.overwrite(0, ~values[0])
+    rig.overwrite(1, ~values[1])
+    written = rig.counters.disk_write_bytes
+    assert rig.prefetch(2)
+    assert rig.counters.disk_write_bytes > written
+    assert rig.counters.stall_seconds == 0
 
 
 def test_an_access_waits_for_a_write_back_under_way(
@@ -148,8 +169,8 @@ def test_an_eviction_gives_up_a_run_that_was_pinned_meanwhile(
     leases: list[torch.Tensor] = []
     write_back = rig.engine.reclaimer.write_back
 
-    def write_back_then_use(runs: list[Any]) -> None:
-        write_back(runs)
+    def write_back_then_use(runs: list[Any], **knobs: Any) -> None:
+        write_back(runs, **knobs)
         leases.append(rig.lease(0)[1])
 
     monkeypatch.setattr(rig.engine.reclaimer, "write_back", write_back_then_use)
