@@ -1,4 +1,4 @@
-"""The two hooks a managed model carries: one waits for its first batch, one sees
+"""The hooks a managed model carries: for its first batch, for tied names in state dicts, and for
 ``load_state_dict(assign=True)``.
 
 Hooks live in the module's dictionaries, so they are copied and pickled with it. A copy of a managed model is
@@ -8,6 +8,7 @@ standard library.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,8 @@ class _Hook:
         return _inert
 
     def __reduce__(self) -> Any:
-        # Takes the two arguments of torch's hooks and returns None, wherever it is unpickled.
-        return functools.partial, (dict.__setitem__, {})
+        # Takes any arguments and returns None, wherever it is unpickled.
+        return functools.partial, (contextlib.nullcontext.__exit__, contextlib.nullcontext())
 
 
 class _FirstBatch(_Hook):
@@ -66,12 +67,26 @@ class _Loaded(_Hook):
             paged.replace(name, param)
 
 
+class _Tied(_Hook):
+    """After ``state_dict()``: the names of one parameter share one tensor's memory, so that it is saved once."""
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        first: dict[int, str] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            known = first.setdefault(id(param), prefix + name)
+            if known != prefix + name and known in state and state.get(prefix + name) is not param:
+                state[prefix + name] = state[known].detach()
+
+
 class ModelHooks:
     """Registers the hooks on the root module and takes them off again."""
 
     def __init__(self, runtime: Runtime, *, wait_for_batch: bool) -> None:
         model = runtime.model
-        self._handles = [model.register_load_state_dict_post_hook(_Loaded(runtime))]
+        self._handles = [
+            model.register_load_state_dict_post_hook(_Loaded(runtime)),
+            model.register_state_dict_post_hook(_Tied(runtime)),
+        ]
         if wait_for_batch:
             first = _FirstBatch(runtime)
             first.handle = model.register_forward_pre_hook(first, with_kwargs=True)
