@@ -1,8 +1,8 @@
 """Run one script twice, on an ordinary model and on a managed one, and compare every bit it reports.
 
-A script is what a user would write: ``script(model, report)`` trains, saves, breaks things, and calls ``report(name, value)`` with
-whatever it could have looked at. `check_same` runs it on both models and compares reports, and at the end
-parameters, gradients and buffers of the closed model with those of the ordinary one.
+A script is what a user would write: ``script(model, report)`` trains, saves, breaks things, and calls
+``report(name, value)`` with whatever it could have looked at. `check_same` runs it on both models and compares
+reports, and at the end parameters, gradients and buffers of the closed model with those of the ordinary one.
 """
 
 from __future__ import annotations
@@ -138,10 +138,15 @@ def check_reports(expected: list[tuple[str, Any]], found: list[tuple[str, Any]])
         check_equal(value, other, name)
 
 
+def batch_loss(case: Case, model: Any, step: int) -> Tensor:
+    """The loss of one batch."""
+    batch = case.make_batch(step)
+    return case.loss(model(*batch[0], **batch[1]), batch)
+
+
 def train_step(case: Case, model: Any, step: int) -> Tensor:
     """Forward and backward of one batch; the loss."""
-    batch = case.make_batch(step)
-    loss = case.loss(model(*batch[0], **batch[1]), batch)
+    loss = batch_loss(case, model, step)
     loss.backward()
     return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -158,8 +159,10 @@ class Unusual(nn.Module):
         self.odd = nn.Parameter(torch.randn(14_411, 3))
         self.single = nn.Parameter(torch.randn(1))
         self.precise = nn.Parameter(torch.randn(70, 70, dtype=torch.float64))
-        self.conv = nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
-        self.volume = nn.Conv3d(4, 16, 4).to(memory_format=torch.channels_last_3d)
+        conv: Any = nn.Conv2d(16, 32, 3)
+        self.conv = conv.to(memory_format=torch.channels_last)
+        volume: Any = nn.Conv3d(4, 16, 4)
+        self.volume = volume.to(memory_format=torch.channels_last_3d)
 
     def forward(self, x: Tensor) -> Tensor:
         total = (x[:80] @ self.transposed.t()).sum() + (self.strided * x[:100]).square().mean()
@@ -354,7 +357,7 @@ def test_an_optimizer_step_inside_a_gradient_hook() -> None:
     case = models.make_mlp()
 
     def script(model: Any, report: Report) -> None:
-        def update(param: Tensor) -> None:
+        def update(param: Any) -> None:
             with torch.no_grad():
                 param.add_(param.grad, alpha=-0.1)
             param.grad = None

@@ -234,14 +234,14 @@ def test_resident_bytes_stay_within_and_near_the_budget() -> None:
 
 def test_host_memory_is_no_more_than_the_bill() -> None:
     """Homes take what their pages need, within one page a tensor: no rounding up to powers of two."""
-    model = nn.Module()
+    model: Any = nn.Module()
     model.odd = nn.Parameter(torch.zeros(1894, 358, dtype=torch.float16))
     manage(model, device_budget="4MiB")
     statistics = model.pager.statistics()
     need = model.odd.nbytes
     assert statistics.host_bytes + statistics.wired_bytes <= 4 * (need + PAGE) + 4 * need
     model.pager.close()
-    big = models.make_mlp(width=256, depth=4).model
+    big: Any = models.make_mlp(width=256, depth=4).model
     bill = state_bytes(big)
     expected = sum(num_pages(p) * PAGE for p in big.parameters())
     manage(big, share=0.3)
@@ -257,7 +257,7 @@ def test_host_memory_is_no_more_than_the_bill() -> None:
 def test_state_on_disk_trains_as_in_memory(tmp_path: Path) -> None:
     """A dozen steps on one batch with much of the state on disk, since host memory has no room for it."""
     case, twin = models.make_mlp(width=640, depth=2), models.make_mlp(width=640, depth=2)
-    model = case.model
+    model: Any = case.model
     on_cpu = sum(p.nbytes for p in model.parameters())
     # Room for about half of the state beside what the process holds already; the simulated device is host memory too.
     limit = process_bytes() - on_cpu + budget_bytes(model, 0.4) + state_bytes(model) // 2
@@ -295,7 +295,7 @@ def test_the_statistics_are_immutable_and_add_up() -> None:
     train(case, model, adamw(model), range(3))
     statistics = model.pager.statistics()
     with pytest.raises(AttributeError):
-        statistics.num_steps = 7  # type: ignore[misc]
+        statistics.num_steps = 7
     assert statistics.num_steps == 3
     assert 0 <= statistics.hit_rate <= 1
     assert all(name.startswith("pager/") and isinstance(v, float) for name, v in statistics.as_dict().items())
