@@ -147,10 +147,21 @@ class TracedParameter(Traced, nn.Parameter):
     """A parameter (meta or real) that an AccessRecorder has adopted."""
 
 
-def hooks_beneath() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+_top_hooks: Callable[[bool], SavedTensorHooks | None] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+
+
+def can_see_hooks_beneath() -> bool:
+    """Whether this torch can say which saved-tensor hooks are in force."""
+    return _top_hooks is not None
+
+
+def hooks_beneath() -> SavedTensorHooks | None:
     """The saved-tensor hooks (pack, unpack) in force here; None without any, or where torch cannot say."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(False)
+    return None if _top_hooks is None else _top_hooks(False)
 
 
 class AccessRecorder:

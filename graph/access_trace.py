@@ -138,38 +138,6 @@ class AccessTrace:
         columns = {name: table[:, index] for index, (name, _) in enumerate(_COLUMNS)}
         return cls(**columns, seconds=seconds)
 
-    @classmethod
-    def from_captured(
-        cls,
-        rows: npt.NDArray[Any],
-        num_pages: npt.ArrayLike,
-        *,
-        gradient_of: npt.ArrayLike | None = None,
-        seconds: npt.ArrayLike | None = None,
-    ) -> AccessTrace:
-        """A trace of whole segments from the rows of a capture or a recorder.
-
-        ``rows``: structured, with fields tick, segment, write and phase. ``num_pages``: int per segment.
-        ``gradient_of``: int per segment, the segment of its gradient or -1: rows of ``Phase.GRADIENT``,
-        which name the parameter, are turned to it, and left out where there is none. Ticks stay as they are.
-        Raises ValueError where leaving rows out leaves a tick empty.
-        """
-        segment = rows["segment"].astype(np.int64)
-        keep = np.ones(len(rows), dtype=bool)
-        if gradient_of is not None:
-            is_gradient = rows["phase"] == Phase.GRADIENT
-            segment = np.where(is_gradient, np.asarray(gradient_of, dtype=np.int64)[segment], segment)
-            keep = segment >= 0
-        return cls(
-            tick=rows["tick"][keep],
-            segment=segment[keep],
-            first_page=np.zeros(int(keep.sum()), dtype=np.int32),
-            num_pages=np.asarray(num_pages, dtype=np.int32)[segment[keep]],
-            write=rows["write"][keep],
-            phase=rows["phase"][keep],
-            seconds=seconds,
-        )
-
     def __len__(self) -> int:
         return len(self.tick)
 

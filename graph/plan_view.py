@@ -32,8 +32,8 @@ _DISTANCE_COLUMNS = tuple(
 )
 
 
-def format_bytes(num_bytes: float) -> str:
-    """``num_bytes`` in binary units, as ``pager.units`` prints them (which this room does not import)."""
+def _format_bytes(num_bytes: float) -> str:
+    """``num_bytes`` in binary units, as ``pager.units`` prints them: this room may not import the runtime."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -57,8 +57,8 @@ def render(plan: Plan) -> str:
 def _header(plan: Plan) -> list[str]:
     total = plan.num_pages * plan.page_size
     lines = [
-        f"plan: {len(plan.segments)} segments, {plan.num_pages} pages of {format_bytes(plan.page_size)}"
-        f" ({format_bytes(total)}); {plan.way}"
+        f"plan: {len(plan.segments)} segments, {plan.num_pages} pages of {_format_bytes(plan.page_size)}"
+        f" ({_format_bytes(total)}); {plan.way}"
     ]
     if plan.trace is None:
         lines.append(
@@ -72,9 +72,9 @@ def _header(plan: Plan) -> list[str]:
         )
     for tier, used in plan.predicted.tier_bytes.items():
         limit = plan.budgets.get(tier)
-        of_limit = "" if limit is None else f" of a budget of {format_bytes(limit)}"
+        of_limit = "" if limit is None else f" of a budget of {_format_bytes(limit)}"
         if used or limit is not None:
-            lines.append(f"{tier}: home of {format_bytes(used)}{of_limit}")
+            lines.append(f"{tier}: home of {_format_bytes(used)}{of_limit}")
     lines.append(_prediction(plan))
     if plan.note:
         lines.append(f"note: {plan.note}")
@@ -86,14 +86,14 @@ def _prediction(plan: Plan) -> str:
     if predicted.page_in_bytes is None or predicted.hit_rate is None or predicted.peak_resident_bytes is None:
         return f"transfers not predicted: {predicted.reason}"
     text = (
-        f"predicted per step with {predicted.policy}: page in {format_bytes(predicted.page_in_bytes)}, "
-        f"page out {format_bytes(predicted.page_out_bytes or 0)}, hit rate {predicted.hit_rate:.1%}, "
-        f"peak resident {format_bytes(predicted.peak_resident_bytes)}"
+        f"predicted per step with {predicted.policy}: page in {_format_bytes(predicted.page_in_bytes)}, "
+        f"page out {_format_bytes(predicted.page_out_bytes or 0)}, hit rate {predicted.hit_rate:.1%}, "
+        f"peak resident {_format_bytes(predicted.peak_resident_bytes)}"
     )
     if predicted.tier_bytes["disk"]:
         text += (
-            f", disk read {format_bytes(predicted.disk_read_bytes or 0)}, "
-            f"disk write {format_bytes(predicted.disk_write_bytes or 0)}"
+            f", disk read {_format_bytes(predicted.disk_read_bytes or 0)}, "
+            f"disk write {_format_bytes(predicted.disk_write_bytes or 0)}"
         )
     return text
 
@@ -117,7 +117,7 @@ def _table(plan: Plan) -> list[str]:
                 label,
                 kind,
                 TIER_NAMES[home],
-                format_bytes(sum(plan.segments[index].num_bytes for index in members)),
+                _format_bytes(sum(plan.segments[index].num_bytes for index in members)),
                 str(sum(plan.segments[index].num_pages for index in members)),
                 "yes" if home == 0 else "no",
                 *_soonest(figures, where),
@@ -128,7 +128,7 @@ def _table(plan: Plan) -> list[str]:
     num_bytes = sum(spec.num_bytes for spec in plan.segments)
     num_wired = int(np.count_nonzero(plan.wired))
     everything = _soonest(figures, np.arange(len(plan.segments)))
-    rows.append(("total", "", "", format_bytes(num_bytes), str(plan.num_pages), f"{num_wired}", *everything))
+    rows.append(("total", "", "", _format_bytes(num_bytes), str(plan.num_pages), f"{num_wired}", *everything))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     left = {0, 1, 2, 5}
     return [
@@ -148,9 +148,9 @@ def _soonest(figures: dict[str, Any], members: Any) -> tuple[str, str, str, str]
     first = used[np.argmin(figures["next_use_bytes"][used])]
     return (
         str(int(figures["next_use_ticks"][first])),
-        format_bytes(int(figures["next_use_bytes"][first])),
+        _format_bytes(int(figures["next_use_bytes"][first])),
         format_seconds(float(figures["next_use_seconds"][first])),
-        format_bytes(int(figures["reuse_distance_bytes"][used].max())),
+        _format_bytes(int(figures["reuse_distance_bytes"][used].max())),
     )
 
 

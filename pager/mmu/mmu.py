@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.errors import ConfigError, PagerClosed
-from pager.graph.access import current_phase
+from pager.graph.access import can_see_hooks_beneath, current_phase
 from pager.graph.access_trace import Phase
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
-from pager.mmu.saved_tensors import can_see_hooks_beneath, saving_frames
+from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
 from pager.page_table import PageState
 
@@ -81,6 +81,7 @@ class Mmu:
             with NoTorchFunction():
                 if name.startswith(_WRITES_UNCOUNTED):
                     return _count_writes(bindings, func, args, kwargs)
+                # Where torch cannot say which hooks are in force, frames stay pinned until backward.
                 if not torch.is_grad_enabled() or not can_see_hooks_beneath():
                     return func(*args, **kwargs)
                 frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}

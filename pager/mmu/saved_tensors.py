@@ -19,25 +19,10 @@ Why not pin from forward to backward: then nothing could ever leave.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
+from pager.graph.access import SavedTensorHooks, hooks_beneath
 from pager.mmu.binding import Binding, raw_version, strided_view
-
-Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-
-_top_hooks: Callable[[bool], Hooks | None] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
-
-
-def can_see_hooks_beneath() -> bool:
-    """Whether this torch can say which saved-tensor hooks are active. Without it frames stay pinned until
-    backward.
-    """
-    return _top_hooks is not None
 
 
 def changed_since(tensor_name: str, size: torch.Size, found: int, expected: int) -> RuntimeError:
@@ -90,7 +75,7 @@ class _SavedBeneath:
 
     __slots__ = ("packed", "unpack_beneath")
 
-    def __init__(self, hooks: Hooks, tensor: torch.Tensor) -> None:
+    def __init__(self, hooks: SavedTensorHooks, tensor: torch.Tensor) -> None:
         self.packed = hooks[0](tensor)
         self.unpack_beneath = hooks[1]
 
@@ -121,8 +106,7 @@ def _unpack(saved: _SavedFrame | _SavedBeneath | _SavedOrdinary) -> torch.Tensor
 
 def saving_frames(frames: dict[int, Binding]) -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which tensors over ``frames`` (storage address -> binding) are packed as frames."""
-    assert _top_hooks is not None
-    beneath = _top_hooks(False)
+    beneath = hooks_beneath()
 
     def pack(tensor: torch.Tensor) -> _SavedFrame | _SavedBeneath | _SavedOrdinary:
         # Looking at storage of a tensor without one (sparse, functional wrappers) raises; such are never

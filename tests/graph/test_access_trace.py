@@ -91,19 +91,6 @@ def test_next_access_equals_a_search(segments: list[int]) -> None:
         assert trace.positions_of(key).tolist() == [row for row in range(num) if segments[row] == key]
 
 
-def test_captured_rows_become_whole_segments_and_gradients() -> None:
-    fields = [("tick", np.int32), ("segment", np.int32), ("write", np.bool_), ("phase", np.uint8)]
-    rows = np.array(
-        [(0, 0, 0, F), (1, 1, 0, F), (2, 1, 0, B), (2, 1, 1, G), (3, 0, 0, B), (3, 0, 1, G)], fields
-    )
-    trace = AccessTrace.from_captured(rows, [4, 2, 9], gradient_of=[-1, 2, -1], seconds=np.ones(4))
-    assert trace.segment.tolist() == [0, 1, 1, 2, 0]
-    assert trace.num_pages.tolist() == [4, 2, 2, 9, 4]
-    assert trace.write.tolist() == [False, False, False, True, False]
-    plain = AccessTrace.from_captured(rows, [4, 2, 9])
-    assert plain.segment.tolist() == [0, 1, 1, 1, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
