@@ -212,8 +212,10 @@ def test_a_parameter_class_of_the_users_stays() -> None:
     param.tag = "mine"
     model[0].weight = param
     manage(model)
-    assert isinstance(model[0].weight, nn.Parameter)
-    assert getattr(model[0].weight, "tag") == "mine"
+    managed: Any = model[0].weight
+    assert managed is param
+    assert isinstance(managed, nn.Parameter)
+    assert managed.tag == "mine"
     model.pager.close()
     assert type(model[0].weight) is Tagged
 
