@@ -6,7 +6,11 @@ and stands back while a demand fault looks for frames.
 
 As a thread (the default) it also hides the disk's latency; it sleeps on a condition between accesses, so it
 costs nothing while the model computes. Inline it does the same work on the caller's thread, which makes tests
-repeatable. If it fails it stops, and the error is raised at the next fault, step or close.
+repeatable.
+
+If it fails it stops, and the error is raised at the next fault, step or close: once. It starts again at the
+boundary of the next step, since a disk or a network file system may well have recovered; after
+``MAX_FAILURES`` steps in a row with a failure it stays off, and every page is fetched when it is needed.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ logger = logging.getLogger("pager.engine.pagerd")
 
 # How far ahead of the compute pages are brought; enough for 64 extents between resident ones.
 ROWS_AHEAD = 128
+# Failures in a row, one a step at most, after which prefetch stays off.
+MAX_FAILURES = 3
 
 
 class Pagerd:
@@ -46,16 +52,22 @@ class Pagerd:
         self._busy = False
         self._paused = 0
         self._closed = False
+        self._stopped = False
+        self._num_failures = 0
+        self._reason = ""
         self._inside = threading.local()
         self._thread: threading.Thread | None = None
         if threaded:
-            # The thread must not keep a model alive that nobody closed, so it holds us weakly while it waits.
             weakref.finalize(self, _wake_up, self._wake)
-            self._thread = threading.Thread(
-                target=_loop, args=(weakref.ref(self), self._wake), name="pagerd", daemon=True
-            )
-            self._thread.start()
+            self._start_thread()
         engine.on_access = self.notify
+
+    def _start_thread(self) -> None:
+        # The thread must not keep a model alive that nobody closed, so it holds us weakly while it waits.
+        self._thread = threading.Thread(
+            target=_loop, args=(weakref.ref(self), self._wake), name="pagerd", daemon=True
+        )
+        self._thread.start()
 
     def set_distance(self, num_extents: int) -> None:
         """Keep this many upcoming extents in flight from now on; 0 switches prefetch off."""
@@ -64,7 +76,7 @@ class Pagerd:
 
     def notify(self) -> None:
         """An access happened: there may be something to bring."""
-        if self._policy is None or self._closed:
+        if self._policy is None or self.is_closed:
             return
         if self._thread is None:
             if not self._paused and not getattr(self._inside, "pumping", False):
@@ -83,22 +95,23 @@ class Pagerd:
         policy = self._policy
         if policy is None:
             return
-        while not self._closed:
+        while not self.is_closed:
             with self._engine.lock:
                 issued = self._engine.num_prefetched_extents
+                issued_bytes = self._engine.num_prefetched_bytes
                 rows = self._next_absent(self.distance - issued)
             if not rows:
                 return
-            extents = [self._num_extents(row) for row in rows]
-            owner = np.repeat(np.arange(len(rows)), extents)
+            extents = [_extent_bytes(self._num_bytes(row)) for row in rows]
+            owner = np.repeat(np.arange(len(rows)), [len(sizes) for sizes in extents])
             flags = np.zeros(issued + len(owner), bool)
             flags[:issued] = True
-            chosen = policy.select(
-                np.full(len(flags), EXTENT_BYTES, np.int64),
-                np.zeros(len(flags)),
-                flags,
-                self.bandwidth_bytes_per_second,
-            )
+            # Of what was issued only the sum is known, and needed.
+            sizes = np.full(len(flags), issued_bytes // max(issued, 1), np.int64)
+            sizes[issued:] = np.concatenate(extents)
+            seconds = np.zeros(len(flags))
+            seconds[issued:] = np.array([row.seconds_ahead for row in rows])[owner]
+            chosen = policy.select(sizes, seconds, flags, self.bandwidth_bytes_per_second)
             wanted = dict.fromkeys(owner[chosen - issued].tolist())
             if not wanted or not all(self._issue(rows[index]) for index in wanted):
                 return
@@ -113,8 +126,10 @@ class Pagerd:
             engine.horizon = min(engine.horizon, engine.timeline.position + row.rows_ahead)
         return False
 
-    def _num_extents(self, row: Upcoming) -> int:
-        return ceil_div(row.num_pages * self._engine.arena.page_size, EXTENT_BYTES)
+    def _num_bytes(self, row: Upcoming) -> int:
+        segment = self._engine.space.segments[row.segment]
+        left = segment.num_bytes - row.first_page * segment.page_size
+        return max(min(left, row.num_pages * segment.page_size), 1)
 
     def _next_absent(self, num_extents: int) -> list[Upcoming]:
         """The next expected accesses beyond the horizon whose pages are absent, up to that many extents
@@ -136,8 +151,6 @@ class Pagerd:
             if row is None:
                 break
             engine.horizon += 1
-            if row.overwrite:
-                continue
             segment = engine.space.segments[row.segment]
             if engine.runs_over(segment, row.first_page, row.num_pages):
                 continue
@@ -145,7 +158,7 @@ class Pagerd:
             if not engine.table.has_value(begin, begin + row.num_pages):
                 continue
             rows.append(row)
-            num_extents -= self._num_extents(row)
+            num_extents -= ceil_div(self._num_bytes(row), EXTENT_BYTES)
         return rows
 
     # -- the thread --------------------------------------------------------------------------------
@@ -166,15 +179,42 @@ class Pagerd:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more will be brought."""
-        return self._closed
+        """Whether nothing is brought any more, or not before the next step."""
+        return self._closed or self._stopped
 
     def _pump_or_stop(self) -> None:
         try:
             self.pump()
         except BaseException as error:  # handed to the next fault, step or close, which raise it
-            self._closed = True
+            self._reason = f"{type(error).__name__}: {error}"
+            self._stopped = True
+            if self._thread is None:
+                _drop_frames(error)
             self._engine.fail(error)
+
+    def end_step(self) -> None:
+        """A step is over: start again after a failure that was raised to the user, unless it is one too many."""
+        if not self._stopped:
+            self._num_failures = 0
+            return
+        if self._closed or self._num_failures >= MAX_FAILURES or self._engine.failure is not None:
+            return
+        self._num_failures += 1
+        if self._num_failures == MAX_FAILURES:
+            logger.warning(
+                "prefetch failed in %d steps in a row, the last time with %s. It stays off until the model is managed "
+                "again: training goes on exactly, but the compute waits for every page that is not on the device",
+                MAX_FAILURES,
+                self._reason,
+            )
+            return
+        logger.warning("prefetch had stopped after %s; it starts again with this step", self._reason)
+        threaded = self._thread is not None
+        if self._thread is not None:
+            self._thread.join()
+        self._stopped = False
+        if threaded:
+            self._start_thread()
 
     def pause(self) -> None:
         """Stop prefetching and wait until nothing is being issued. Nests; see :meth:`resume`."""
@@ -199,6 +239,12 @@ class Pagerd:
             self._thread = None
 
 
+def _extent_bytes(num_bytes: int) -> list[int]:
+    """The sizes of the extents that so many bytes go in."""
+    full, rest = divmod(num_bytes, EXTENT_BYTES)
+    return [EXTENT_BYTES] * full + ([rest] if rest else [])
+
+
 def _loop(ref: weakref.ref[Pagerd], changed: threading.Condition) -> None:
     while True:
         with changed:
@@ -217,3 +263,11 @@ def _loop(ref: weakref.ref[Pagerd], changed: threading.Condition) -> None:
 def _wake_up(changed: threading.Condition) -> None:
     with changed:
         changed.notify_all()
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Inline, a traceback leads back to the caller's variables, and kept for later would keep its leases alive."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__

@@ -165,3 +165,21 @@ def test_closing_twice_is_closing_once() -> None:
     access(rig, 0)
     assert brought(rig) == set()
     rig.close()
+
+
+def test_a_failure_that_is_kept_for_later_keeps_nobodys_lease_alive(tmp_path: Path) -> None:
+    rig, values = make_filled([PAGE] * 2, arena_frames=2, homes=[Home.DISK] * 2, disk_folder=tmp_path)
+    assert rig.disk is not None
+    make_pagerd(rig, 0, 1, distance=1)
+    rig.disk.faults = (Fault(operation="read", at=2),)
+
+    def use() -> None:
+        lease = rig.lease(0)[1]
+        np.testing.assert_array_equal(lease.numpy(), values[0])
+
+    rig.engine.timeline.access(0, 0, 1, write=False, phase=Phase.FORWARD)
+    use()
+    rig.engine.drain()
+    assert rig.engine.failure is not None
+    assert not rig.table.pins.any()
+    rig.close()
