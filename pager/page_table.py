@@ -37,6 +37,7 @@ import enum
 import numpy as np
 import numpy.typing as npt
 
+from pager.columns import resized
 from pager.errors import PagerInternalError
 
 
@@ -81,11 +82,11 @@ class PageTable:
         if num_pages > len(self.state):
             # Grow by half again, so that many small additions stay linear.
             capacity = max(num_pages, len(self.state) * 3 // 2)
-            self.state = _resized(self.state, capacity, PageState.EMPTY)
-            self.home = _resized(self.home, capacity, Home.HOST)
-            self.home_frame = _resized(self.home_frame, capacity, -1)
-            self.frame = _resized(self.frame, capacity, -1)
-            self.pins = _resized(self.pins, capacity, 0)
+            self.state = resized(self.state, capacity, PageState.EMPTY)
+            self.home = resized(self.home, capacity, Home.HOST)
+            self.home_frame = resized(self.home_frame, capacity, -1)
+            self.frame = resized(self.frame, capacity, -1)
+            self.pins = resized(self.pins, capacity, 0)
         self.num_pages = num_pages
 
     # -- homes -------------------------------------------------------------------------------------
@@ -200,9 +201,3 @@ class PageTable:
         if self.pins[begin:end].any():
             page = begin + int(np.argmax(self.pins[begin:end] != 0))
             raise PagerInternalError(f"{verb}: page {page} of {begin}..{end} has {self.pins[page]} pins")
-
-
-def _resized(column: npt.NDArray, num_rows: int, value: int) -> npt.NDArray:
-    new = np.full(num_rows, value, column.dtype)
-    new[: len(column)] = column
-    return new

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pager.columns import resized
 from pager.errors import PagerInternalError, RaceError
 
 if TYPE_CHECKING:
@@ -167,11 +168,11 @@ class _Frames:
 
     def resize(self, num_frames: int) -> None:
         self.num_frames = num_frames
-        self._writer = _resized(self._writer, num_frames)
-        self._write_epoch = _resized(self._write_epoch, num_frames)
-        self._write_code = _resized(self._write_code, num_frames)
+        self._writer = resized(self._writer, num_frames)
+        self._write_epoch = resized(self._write_epoch, num_frames)
+        self._write_code = resized(self._write_code, num_frames)
         for actor, (epoch, code) in self._reads.items():
-            self._reads[actor] = (_resized(epoch, num_frames), _resized(code, num_frames))
+            self._reads[actor] = (resized(epoch, num_frames), resized(code, num_frames))
 
     def find_unordered(
         self, begin: int, end: int, clock: Clock, *, is_write: bool
@@ -204,10 +205,3 @@ class _Frames:
 
     def _code(self, what: str) -> int:
         return self._codes.setdefault(what, len(self._codes))
-
-
-def _resized(column: npt.NDArray[np.generic], num_frames: int) -> npt.NDArray:
-    new = np.zeros(num_frames, dtype=column.dtype)
-    kept = min(num_frames, len(column))
-    new[:kept] = column[:kept]
-    return new
