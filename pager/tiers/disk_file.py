@@ -1,8 +1,8 @@
-"""One preallocated file of frames, without a name, that dies with the process.
+"""One file of frames, preallocated, without a name, that dies with the process.
 
 The file has no name from the first moment (``O_TMPFILE``), or loses it right after it is opened where the
 file system knows no nameless files. So a process that is killed leaves nothing behind, and nobody else can
-open it. All its blocks are reserved at construction: the disk cannot fill up in the middle of a step.
+open it. All its blocks are reserved when it is made or grown: the disk cannot fill up in the middle of a step.
 
 Reads and writes go on after short counts and interrupts. With ``checksum`` a CRC-32 of every page is kept in
 memory (4 bytes a page) and compared on every read. That is a loop over pages, but over pages whose 128 KiB
@@ -36,30 +36,73 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 class DiskFile:
     """``num_frames`` frames of ``page_size`` bytes in a file in ``directory``, which must exist and be ours.
 
+    ``grow`` adds more, up to ``budget_bytes`` (None: there is no growing).
+
     Raises TierFull where the disk has no room, TierIOError (with ``errno`` and ``filename``) for everything
     else that the system refuses: a folder that is missing, read-only, a symbolic link, or another user's.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], page_size: int, num_frames: int, *, checksum: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        page_size: int,
+        num_frames: int,
+        *,
+        checksum: bool = False,
+        budget_bytes: int | None = None,
     ) -> None:
-        if page_size <= 0 or num_frames <= 0:
+        if page_size <= 0 or num_frames < 0 or (num_frames == 0 and budget_bytes is None):
             raise ValueError(f"a disk file of {num_frames} frames of {page_size} bytes")
         self.directory = os.fspath(directory)
         self.page_size = page_size
         self.num_frames = num_frames
-        self.budget_bytes = num_frames * page_size
+        self.budget_bytes = num_frames * page_size if budget_bytes is None else budget_bytes
         self.peak_bytes = 0
         self._lock = threading.Lock()
+        # One grows at a time; reads, writes and allocations go on meanwhile.
+        self._growing = threading.Lock()
         self._ranges = FrameRanges(num_frames)
         self._checksums = _Checksums(num_frames) if checksum else None
-        self._fd = _open_nameless(self.directory, self.budget_bytes)
+        self._fd = _open_nameless(self.directory, num_frames * page_size)
         self._finalizer = weakref.finalize(self, os.close, self._fd)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the frames handed out."""
         return self._ranges.num_used * self.page_size
+
+    @property
+    def num_free(self) -> int:
+        """Frames that are reserved and not handed out."""
+        return self._ranges.num_free
+
+    @property
+    def largest_free(self) -> int:
+        """The most frames that one ``allocate`` can give now."""
+        return self._ranges.largest_free
+
+    def grow(self, num_frames: int) -> None:
+        """Reserve ``num_frames`` more frames, contiguous among themselves.
+
+        Raises TierFull beyond the budget or where the disk has no room, TierIOError else; nothing is added then.
+        """
+        if num_frames <= 0:
+            raise ValueError(f"cannot grow by {num_frames} frames")
+        with self._growing:
+            self._check_open()
+            begin, num_bytes = self.num_frames * self.page_size, num_frames * self.page_size
+            if begin + num_bytes > self.budget_bytes:
+                raise TierFull(
+                    f"disk: {format_bytes(num_bytes)} more than the {format_bytes(begin)} reserved in "
+                    f"{self.directory} would pass its {format_bytes(self.budget_bytes)}; raise disk_budget or free "
+                    "space there"
+                )
+            _reserve(self._fd, begin, num_bytes, self.directory)
+            with self._lock:
+                self._ranges.grow(num_frames)
+                if self._checksums is not None:
+                    self._checksums.grow(num_frames)
+                self.num_frames += num_frames
 
     def allocate(self, num_frames: int) -> int:
         """The first of ``num_frames`` contiguous frames. TierFull where there is no such run."""
@@ -174,7 +217,8 @@ class DiskFile:
     def _failure(self, what: str, error: OSError) -> TierFull | TierIOError:
         if error.errno in _NO_ROOM:
             return TierFull(
-                f"disk: cannot {what} {self.directory}: {error.strerror}. {_room(self.directory)}"
+                f"disk: cannot {what} {self.directory}: {error.strerror}. {_room(self.directory)}; free some, or "
+                "name another folder with disk=PATH"
             )
         return TierIOError(
             error.errno, f"disk: cannot {what} the paging file: {error.strerror}", self.directory
@@ -192,6 +236,10 @@ class _Checksums:
     def __init__(self, num_frames: int) -> None:
         self._crc = np.zeros(num_frames, dtype=np.uint32)
         self._length = np.zeros(num_frames, dtype=np.int32)
+
+    def grow(self, num_frames: int) -> None:
+        self._crc = np.concatenate([self._crc, np.zeros(num_frames, dtype=np.uint32)])
+        self._length = np.concatenate([self._length, np.zeros(num_frames, dtype=np.int32)])
 
     def forget(self, first_frame: int, num_frames: int) -> None:
         self._length[first_frame : first_frame + num_frames] = 0
@@ -227,19 +275,25 @@ def _open_nameless(directory: str, num_bytes: int) -> int:
     finally:
         os.close(folder)
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
+        if num_bytes:
+            _reserve(fd, 0, num_bytes, directory)
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
+
+
+def _reserve(fd: int, begin: int, num_bytes: int, directory: str) -> None:
+    """Blocks for ``num_bytes`` of the file from byte ``begin`` on."""
+    try:
+        os.posix_fallocate(fd, begin, num_bytes)
+    except OSError as error:
         asked = f"disk: cannot reserve {format_bytes(num_bytes)} in {directory}: {error.strerror}"
         if error.errno in _NO_ROOM:
             raise TierFull(
                 f"{asked}. {_room(directory)}; lower disk_budget or take another folder"
             ) from error
         raise TierIOError(error.errno, asked, directory) from error
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _create(folder: int, directory: str) -> int:

@@ -151,7 +151,8 @@ class HostArena:
                     f"host: no run of {num_frames} frames of {format_bytes(self.page_size)}; "
                     f"{self._ranges.num_free} of {self._ranges.num_frames} are free, "
                     f"{self._ranges.largest_free} at most in a row; "
-                    f"{format_bytes(self.reserved_bytes)} of {format_bytes(self.budget_bytes)} reserved"
+                    f"{format_bytes(self.reserved_bytes)} of {format_bytes(self.budget_bytes)} reserved; "
+                    "raise host_budget"
                 )
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return first
@@ -263,7 +264,10 @@ def _map_memory(num_bytes: int) -> torch.Tensor:
         # Private: a shared anonymous mapping is shmem, which counts against /dev/shm's limits in containers.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise TierFull(f"host: the system gives no {format_bytes(num_bytes)}: {error.strerror}") from error
+        raise TierFull(
+            f"host: the system gives no {format_bytes(num_bytes)}: {error.strerror}; lower host_budget or "
+            "device_budget, or raise the process's memory limit (ulimit -v, the container's)"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # kernels without transparent huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -342,3 +342,36 @@ def test_without_checksums_wrong_bytes_pass(tmp_path: Path) -> None:
 def test_sizes_are_positive(tmp_path: Path, page_size: int, num_frames: int) -> None:
     with pytest.raises(ValueError, match="a disk file of"):
         DiskFile(tmp_path, page_size, num_frames)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_it_grows_up_to_its_budget_and_keeps_what_it_has(tmp_path: Path, checksum: bool) -> None:
+    file = DiskFile(tmp_path, PAGE, 0, budget_bytes=6 * PAGE, checksum=checksum)
+    assert (file.num_frames, file.largest_free, file.budget_bytes) == (0, 0, 6 * PAGE)
+    with pytest.raises(TierFull):
+        file.allocate(1)
+    file.grow(2)
+    first, data = file.allocate(2), make_bytes(2 * PAGE)
+    file.write(first, data)
+    file.grow(4)
+    second, other = file.allocate(4), make_bytes(4 * PAGE, seed=1)
+    file.write(second, other)
+    assert os.fstat(file._fd).st_blocks * 512 >= 6 * PAGE
+    for frame, expected in ((first, data), (second, other)):
+        found = torch.empty_like(expected)
+        file.read(frame, found)
+        assert torch.equal(found, expected)
+    assert (file.used_bytes, file.num_free) == (6 * PAGE, 0)
+    with pytest.raises(TierFull, match=r"16.00 KiB more than the 96.00 KiB reserved .*; raise disk_budget"):
+        file.grow(1)
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = DiskFile(tmp_path, PAGE, 1, budget_bytes=6 * PAGE)
+    make_system(monkeypatch, posix_fallocate=fail(errno.ENOSPC))
+    with pytest.raises(TierFull, match="cannot reserve 32.00 KiB .* or take another folder"):
+        file.grow(2)
+    assert (file.num_frames, file.allocate(1)) == (1, 0)
+    file.close()
