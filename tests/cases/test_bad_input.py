@@ -214,8 +214,8 @@ def test_a_parameter_class_of_the_users_stays() -> None:
     manage(model)
     managed: Any = model[0].weight
     assert managed is param
-    assert isinstance(managed, nn.Parameter)
     assert managed.tag == "mine"
+    assert isinstance(managed, nn.Parameter)
     model.pager.close()
     assert type(model[0].weight) is Tagged
 
