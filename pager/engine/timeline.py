@@ -26,16 +26,24 @@ LOOK_AHEAD_ROWS = 256
 # A trace is remade when two steps in a row miss it in more than this share of their accesses.
 DEVIATION_SHARE = 0.05
 UNKNOWN = np.iinfo(np.int64).max // 4
+# A recording longer than so many times the trace is of something else than a step (evaluation, generation).
+RECORDED_TRACES = 4
+# Room for many micro-batches of a short trace, and, without a trace to measure by, for some tens of MB.
+SHORT_RECORDING_ROWS = 4096
+RECORDED_ROWS = 1 << 18
 
 
 class Upcoming(NamedTuple):
-    """An access that the trace expects: which pages, and how many rows ahead."""
+    """An access that the trace expects: which pages, and how many rows and seconds ahead.
+
+    Seconds are those of the trace: 0.0 where it knows none.
+    """
 
     segment: int
     first_page: int
     num_pages: int
-    overwrite: bool
     rows_ahead: int
+    seconds_ahead: float
 
 
 class Timeline:
@@ -49,6 +57,8 @@ class Timeline:
         self.num_jumps = 0
         self.micro_batches = 1
         self.recorded: list[AccessRow] = []
+        self._overflowed = False
+        self._max_recorded = RECORDED_ROWS
         self._tick = -1
         self._next: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._next_use: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -56,8 +66,9 @@ class Timeline:
         self._now = 0
         self._update_row = 0
         self._base: AccessTrace | None = None
-        self._restarts = 0
+        self._rounds = 0
         self._seen_micro_batches = 0
+        self._step_began = 0
         self._step_deviations = 0
         self._bad_steps = 0
         # The trace's columns as lists: single items of numpy arrays cost ten times as much.
@@ -66,6 +77,8 @@ class Timeline:
         self._first_pages: list[int] = []
         self._num_pages: list[int] = []
         self._phases: list[int] = []
+        self._start_seconds: list[float] = []
+        self._cycle_seconds = 0.0
 
     # -- the trace ---------------------------------------------------------------------------------
 
@@ -88,6 +101,9 @@ class Timeline:
         self._first_pages = whole.first_page.tolist()
         self._num_pages = whole.num_pages.tolist()
         self._phases = whole.phase.tolist()
+        self._start_seconds = whole.tick_start_seconds[whole.tick].tolist()
+        self._cycle_seconds = whole.step_seconds
+        self._max_recorded = max(RECORDED_TRACES * len(whole), SHORT_RECORDING_ROWS)
         self._next = whole.next_access()
         self._update_row = len(whole) - whole.num_update_rows
         self._seek(0)
@@ -112,7 +128,8 @@ class Timeline:
 
     def access(self, segment: int, first_page: int, num_pages: int, *, write: bool, phase: int) -> None:
         """One access happened; move on and note it in the recording."""
-        self.recorded.append(AccessRow(max(self._tick, 0), segment, first_page, num_pages, write, phase))
+        if not self._overflowed:
+            self._record(segment, first_page, num_pages, write, phase)
         self._now += 1
         self._last_use[segment] = self._now
         if not self._segments:
@@ -124,6 +141,13 @@ class Timeline:
         else:
             self._find_again(row, segment, phase)
 
+    def _record(self, segment: int, first_page: int, num_pages: int, write: bool, phase: int) -> None:
+        if len(self.recorded) < self._max_recorded:
+            self.recorded.append(AccessRow(max(self._tick, 0), segment, first_page, num_pages, write, phase))
+        else:
+            self._overflowed = True
+            self.recorded = []
+
     def _advance(self, row: int, segment: int) -> None:
         base = self.position - row
         self._next_use[segment] = base + self._next[row]
@@ -133,7 +157,7 @@ class Timeline:
         key = _key(segment, phase)
         if phase == Phase.FORWARD and key == self._keys[0] and row != 0:
             # Another micro-batch, or a forward whose backward never came.
-            self._restarts += 1
+            self._rounds += self._rounds_before(row)
             self._seek(0)
             self._advance(0, segment)
             return
@@ -148,6 +172,14 @@ class Timeline:
             self._seek(found)
             self._advance(found, segment)
 
+    def _rounds_before(self, row: int) -> int:
+        """Micro-batches that this pass over the trace has seen, up to ``row``; one without a backward is none."""
+        one = self._update_row // self.micro_batches
+        if not one:
+            return 0
+        done, rest = divmod(min(row, self._update_row), one)
+        return done + (1 if rest and self._phases[row - 1] > Phase.FORWARD else 0)
+
     def begin_update(self) -> None:
         """The optimizer step begins: skip to the update's part, and see how many micro-batches came before
         it.
@@ -157,23 +189,24 @@ class Timeline:
         row = self.position % len(self.trace) if len(self.trace) else 0
         one = self._update_row // self.micro_batches
         done = min(max(round(row / one), 1), self.micro_batches) if one else 1
-        self._seen_micro_batches = self._restarts * self.micro_batches + done
+        self._seen_micro_batches = self._rounds + done
         if self.trace.num_update_rows and row != self._update_row:
             self._seek(self._update_row)
 
     def end_step(self) -> bool:
         """The step is over. True if the recording should replace the trace: there is none, or it keeps
-        failing.
+        failing. Never if the recording became too long to be one step's.
         """
-        rows = max(len(self.recorded), 1)
+        rows = max(self._now - self._step_began, 1)
         self._bad_steps = self._bad_steps + 1 if self._step_deviations > DEVIATION_SHARE * rows else 0
-        renew = self.trace is None or self._bad_steps >= 2
+        renew = not self._overflowed and (self.trace is None or self._bad_steps >= 2)
         if self.trace is not None and len(self.trace):
             self.position = (self.position // len(self.trace) + 1) * len(self.trace)
             if self.position % len(self.trace) == 0:
                 self._seek(0)
         self._step_deviations = 0
-        self._restarts = 0
+        self._step_began = self._now
+        self._rounds = 0
         seen, self._seen_micro_batches = self._seen_micro_batches, 0
         if renew:
             self._bad_steps = 0
@@ -182,8 +215,9 @@ class Timeline:
         return renew
 
     def take_recording(self) -> list[AccessRow]:
-        """The accesses since the last call, with ticks from 0."""
+        """The accesses since the last call, with ticks from 0. None of them if they were too many."""
         rows, self.recorded = self.recorded, []
+        self._overflowed = False
         self._tick = -1
         return rows
 
@@ -209,9 +243,18 @@ class Timeline:
             self._segments[row],
             self._first_pages[row],
             self._num_pages[row],
-            self._phases[row] == Phase.GRADIENT,
             position - self.position,
+            self._seconds_at(position) - self._seconds_at(self.position),
         )
+
+    @property
+    def step_seconds(self) -> float:
+        """What the trace followed says of a whole step's length, with all micro-batches; 0.0 if nothing."""
+        return self._cycle_seconds
+
+    def _seconds_at(self, position: int) -> float:
+        cycle, row = divmod(position, len(self._segments))
+        return cycle * self._cycle_seconds + self._start_seconds[row]
 
 
 def _key(segment: int, phase: int) -> int:

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pager.engine.timeline import DEVIATION_SHARE, LOOK_AHEAD_ROWS, UNKNOWN, Timeline
+from pager.engine import timeline as timeline_module
+from pager.engine.timeline import (
+    DEVIATION_SHARE,
+    LOOK_AHEAD_ROWS,
+    SHORT_RECORDING_ROWS,
+    UNKNOWN,
+    Timeline,
+)
 from pager.graph.access_trace import AccessRow, AccessTrace, Phase
 
 F, B, G, U = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENT, Phase.UPDATE
@@ -130,14 +137,28 @@ def test_the_expected_accesses_wrap_into_the_next_step() -> None:
     timeline = make_timeline([0, 1, 2], [F, G, U])
     access(timeline, 0)
     found = [timeline.expected(position) for position in range(1, 5)]
-    assert [
-        (row.segment, row.first_page, row.num_pages, row.overwrite, row.rows_ahead) for row in found if row
-    ] == [
-        (1, 1, 2, True, 0),
-        (2, 2, 1, False, 1),
-        (0, 0, 1, False, 2),
-        (1, 1, 2, True, 3),
+    assert [(row.segment, row.first_page, row.num_pages, row.rows_ahead) for row in found if row] == [
+        (1, 1, 2, 0),
+        (2, 2, 1, 1),
+        (0, 0, 1, 2),
+        (1, 1, 2, 3),
     ]
+
+
+def test_seconds_ahead_are_the_traces_and_wrap_too() -> None:
+    timeline = Timeline()
+    timeline.resize(3)
+    timeline.follow(make_trace([0, 1, 2], [F, B, U]).with_seconds([1.0, 2.0, 4.0]), 2)
+    assert timeline.step_seconds == 10.0
+    access(timeline, 0)
+    rows = [timeline.expected(position) for position in range(1, 7)]
+    assert [row.seconds_ahead for row in rows if row] == [0.0, 2.0, 3.0, 5.0, 9.0, 10.0]
+
+
+def test_a_trace_without_seconds_has_none_ahead() -> None:
+    row = make_timeline([0, 1, 2]).expected(2)
+    assert row is not None
+    assert row.seconds_ahead == 0.0
 
 
 # -- steps -----------------------------------------------------------------------------------------------------
@@ -224,6 +245,43 @@ def test_the_recording_has_the_ticks_of_operations() -> None:
     access(timeline, 1)
     assert [row.tick for row in timeline.take_recording()] == [0]
     assert timeline.take_recording() == []
+
+
+def test_forwards_without_steps_are_not_recorded_for_ever() -> None:
+    timeline = make_timeline(*STEP)
+    longest = 0
+    for _ in range(SHORT_RECORDING_ROWS):
+        access(timeline, 0, 1)
+        longest = max(longest, len(timeline.recorded))
+    assert longest <= SHORT_RECORDING_ROWS
+    assert timeline.recorded == []
+    assert take_step(timeline, 1) is False
+    assert timeline.micro_batches == 1, "a forward without a backward is no micro-batch"
+    assert timeline.take_recording() == []
+    access(timeline, 0)
+    assert len(timeline.take_recording()) == 1, "the next step is recorded again"
+
+
+def test_a_recording_that_was_cut_never_becomes_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_module, "RECORDED_ROWS", 10)
+    timeline = Timeline()
+    timeline.resize(2)
+    timeline._max_recorded = timeline_module.RECORDED_ROWS
+    for _ in range(6):
+        access(timeline, 0, 1)
+    assert timeline.end_step() is False
+    assert timeline.take_recording() == []
+    access(timeline, 0, 1)
+    assert timeline.end_step() is True
+    assert len(timeline.take_recording()) == 2
+
+
+def test_a_failing_trace_waits_for_a_recording_that_is_whole() -> None:
+    timeline = make_timeline(*STEP)
+    for off in ([7, 8, 9], [7] * SHORT_RECORDING_ROWS):
+        assert take_step(timeline, 1, off=off) is False
+        timeline.take_recording()
+    assert take_step(timeline, 1, off=[7, 8, 9]) is True
 
 
 def test_new_segments_are_unknown_to_the_trace() -> None:
