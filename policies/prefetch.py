@@ -13,6 +13,11 @@ started, so what is issued is always a prefix of what is upcoming.
 Both see the same arrays, one row per upcoming access in order of use, of what was absent when they were
 listed: a row is listed until its use. ``num_bytes`` is what still has to cross the link (0 once it has
 arrived), ``issued`` says that its page in was asked for.
+
+The runtime uses ``FixedDistance``, by the knob ``prefetch_distance``: a distance in extents needs no prediction
+of time, and a wrong one only costs a little memory. ``Deadline`` is for simulations and comparisons. What the
+runtime hands in would do for it: real bytes, and the trace's seconds, scaled to the measured step. Only issued
+rows are known by their sum alone: they come first, with equal shares of it, 0.0 seconds before their use.
 """
 
 from __future__ import annotations

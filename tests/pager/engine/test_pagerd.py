@@ -86,7 +86,8 @@ def test_a_large_segment_counts_as_its_extents(monkeypatch: pytest.MonkeyPatch) 
     rig.close()
 
 
-def test_what_is_to_be_overwritten_or_has_no_value_is_not_brought() -> None:
+def test_a_gradient_that_is_added_to_is_brought_and_what_has_no_value_is_not() -> None:
+    """The gradient of a later micro-batch: its rows look the same in the trace as those of the first."""
     rig, _ = make_filled([PAGE] * 4, arena_frames=4)
     rows = [
         AccessRow(0, 0, 0, 1, False, Phase.FORWARD),
@@ -98,7 +99,43 @@ def test_what_is_to_be_overwritten_or_has_no_value_is_not_brought() -> None:
     rig.engine.discard(rig.segments[2])
     Pagerd(rig.engine, 3, threaded=False)
     access(rig, 0)
-    assert brought(rig) == {3}
+    assert brought(rig) == {1, 3}
+    rig.close()
+
+
+class Listener:
+    """A prefetch policy that wants nothing and notes what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[int], list[float], list[bool]]] = []
+
+    def select(
+        self,
+        num_bytes: np.ndarray,
+        seconds_until_use: np.ndarray,
+        issued: np.ndarray,
+        bandwidth_bytes_per_second: float,
+    ) -> np.ndarray:
+        self.told.append((num_bytes.tolist(), seconds_until_use.tolist(), issued.tolist()))
+        return np.zeros(0, np.int64)
+
+
+def test_the_policy_is_told_real_bytes_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pagerd", "leases", "faults"):
+        monkeypatch.setattr(__import__(f"pager.engine.{name}", fromlist=["x"]), "EXTENT_BYTES", 2 * PAGE)
+    rig, _ = make_filled([PAGE, 10, 3 * PAGE + 5, PAGE], arena_frames=8)
+    pagerd = make_pagerd(rig, 0, 1, 2, 3, distance=1)
+    trace = rig.engine.timeline.trace
+    assert trace is not None
+    rig.engine.timeline.follow(trace.with_seconds([1.0, 2.0, 4.0, 8.0]))
+    access(rig, 0)
+    assert brought(rig) == {1}
+    pagerd.distance = 4
+    pagerd._policy = listener = Listener()
+    rig.read(0)
+    assert listener.told == [
+        ([10, 2 * PAGE, PAGE + 5, PAGE], [0.0, 2.0, 2.0, 6.0], [True, False, False, False])
+    ]
     rig.close()
 
 
@@ -154,6 +191,83 @@ def test_its_failure_stops_it_and_is_raised_at_the_next_access(tmp_path: Path) -
     np.testing.assert_array_equal(access(rig, 1), values[1])
     assert brought(rig) == set(), "it has stopped"
     assert not rig.table.pins.any()
+    rig.close()
+
+
+def make_failing(folder: Path, *, threaded: bool) -> tuple[Rig, Pagerd]:
+    """Three segments on disk, the first one on the device, and a pagerd that is about to bring the second."""
+    rig, values = make_filled([PAGE] * 3, arena_frames=3, homes=[Home.DISK] * 3, disk_folder=folder)
+    np.testing.assert_array_equal(access(rig, 0), values[0])
+    rows = [AccessRow(tick, tick, 0, 1, False, Phase.FORWARD) for tick in range(3)]
+    rig.engine.timeline.follow(AccessTrace.from_rows(rows))
+    return rig, Pagerd(rig.engine, 1, threaded=threaded)
+
+
+def fail_once(rig: Rig, pagerd: Pagerd) -> None:
+    """A step whose prefetch fails, and the error that the user gets."""
+    assert rig.disk is not None
+    rig.engine.timeline.end_step()
+    rig.evict(1, 2)
+    rig.disk.faults = (Fault(operation="read", at=rig.disk.calls["read"] + 1),)
+    access(rig, 0)
+    if pagerd._thread is not None:
+        pagerd._thread.join(20)
+    with pytest.raises(TierIOError, match="injected"):
+        access(rig, 0)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_after_one_failure_it_starts_again_with_the_next_step(
+    threaded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, pagerd = make_failing(tmp_path, threaded=threaded)
+    fail_once(rig, pagerd)
+    access(rig, 0)
+    assert brought(rig) == set(), "not within the step"
+    pagerd.end_step()
+    warnings = [record.getMessage() for record in caplog.records if record.name == "pager.engine.pagerd"]
+    assert len(warnings) == 1
+    assert "TierIOError" in warnings[0]
+    rig.engine.timeline.end_step()
+    assert pagerd._thread is None or pagerd._thread.is_alive()
+    pagerd.pause()
+    access(rig, 0)
+    pagerd.pump()
+    assert brought(rig) == {1}
+    pagerd.resume()
+    pagerd.close()
+    rig.close()
+
+
+def test_a_failure_that_nobody_has_seen_yet_does_not_start_it_again(tmp_path: Path) -> None:
+    rig, pagerd = make_failing(tmp_path, threaded=False)
+    assert rig.disk is not None
+    rig.disk.faults = (Fault(operation="read", at=rig.disk.calls["read"] + 1),)
+    access(rig, 0)
+    pagerd.end_step()
+    assert pagerd.is_closed
+    with pytest.raises(TierIOError, match="injected"):
+        access(rig, 0)
+    pagerd.end_step()
+    assert not pagerd.is_closed
+    rig.close()
+
+
+def test_three_steps_in_a_row_with_a_failure_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig, pagerd = make_failing(tmp_path, threaded=False)
+    for _ in range(2):
+        fail_once(rig, pagerd)
+        pagerd.end_step()
+    pagerd.end_step()  # a good step between: the failures before it are forgiven
+    for number in range(3):
+        assert not pagerd.is_closed, number
+        fail_once(rig, pagerd)
+        pagerd.end_step()
+    assert pagerd.is_closed
+    pagerd.end_step()
+    messages = [record.getMessage() for record in caplog.records if record.name == "pager.engine.pagerd"]
+    assert len(messages) == 5
+    assert "the compute waits for every page" in messages[-1]
     rig.close()
 
 
