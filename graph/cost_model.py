@@ -1,8 +1,9 @@
 """What a step costs: seconds per tick, and bytes that move under a given policy and budget.
 
 Seconds come from a roofline: an operation takes as long as its arithmetic or its memory traffic, whichever is
-longer. The ceilings are rates that were measured, not data-sheet peaks. They only have to be right enough to
-order the work; measured seconds replace them as soon as there are any.
+longer. The ceilings are rates that were measured, not data-sheet peaks, but on one machine. They only have to be
+right enough to weigh one tick against another: once a step was measured, the runtime scales all of them so that
+the step takes as long as it did.
 
 Bytes come from carrying the trace out: ``simulate_step`` walks over the ticks with a policy object that is
 handed in (anything with the four methods of ``pager.policies.protocol.EvictionPolicy``), brings in what is

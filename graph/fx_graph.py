@@ -151,3 +151,17 @@ def critical_path(digraph: nx.DiGraph, weight: str = "flops") -> tuple[list[str]
         path.append(last)
         last = before[last]
     return path[::-1], total[end]
+
+
+def critical_path_graph(digraph: nx.DiGraph, weight: str = "flops") -> nx.DiGraph:
+    """`critical_path` as a graph of its own: the nodes of the chain in order, with their attributes, and the
+    edges between neighbours.
+
+    Its `graph` dictionary has `weight` (the attribute's name) and `total` (float, its sum along the path).
+    Raises ValueError as `critical_path` does.
+    """
+    names, total = critical_path(digraph, weight)
+    path = nx.DiGraph(weight=weight, total=total)
+    path.add_nodes_from((name, digraph.nodes[name]) for name in names)
+    nx.add_path(path, names)
+    return path

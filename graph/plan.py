@@ -126,7 +126,12 @@ class Plan:
         return self._built("graph", self.graph_source)
 
     def critical_path(self) -> Any:
-        """The longest path through ``graph``, as handed in by capture. ValueError if the plan has none."""
+        """The longest chain of dependent operations in ``graph``: a networkx DiGraph of its nodes in order.
+
+        No schedule is shorter. ``path.graph["total"]`` is its length in seconds, by the ``seconds`` of the nodes:
+        a roofline estimate with the rates of ``cost_model.Ceilings``. Built when first asked for. ValueError if
+        the plan has none.
+        """
         return self._built("critical path", self.critical_path_source)
 
     def pages(self, first: int = 0, stop: int | None = None) -> npt.NDArray[Any]:

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_map_only
 
 from pager.graph.access_trace import AccessRow, AccessTrace, Phase, SegmentSpec
 from pager.graph.capture import Capture, capture
-from pager.graph.cost_model import estimate_tick_seconds
+from pager.graph.cost_model import Ceilings, estimate_tick_seconds
 from pager.graph.plan import WAITING, Plan, make_plan
 from pager.page_table import Home
 
 if TYPE_CHECKING:
-    from pager.address_space import Segment
+    from pager.address_space import AddressSpace, Segment
     from pager.page_table import PageTable
     from pager.policies.protocol import EvictionPolicy
 
@@ -28,11 +28,10 @@ _WAYS = {"meta": "captured on meta", "fake": "captured on fake tensors", "record
 class Planner:
     """Keeps the one-micro-batch trace of a managed model and makes plans of it."""
 
-    def __init__(
-        self, model: nn.Module, segments: Sequence[Segment], table: PageTable, page_size: int
-    ) -> None:
+    def __init__(self, model: nn.Module, space: AddressSpace, table: PageTable, page_size: int) -> None:
         self._model = model
-        self._segments = segments
+        self._space = space
+        self._segments: Sequence[Segment] = space.segments
         self._table = table
         self._page_size = page_size
         self.trace: AccessTrace | None = None
@@ -42,6 +41,11 @@ class Planner:
         self._capture: Capture | None = None
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._plan: Plan | None = None
+        self._planned = (0, 0)  # segments, and retired ones, that the plan was made for
+        self._digraph: Any = None
+        # What estimated seconds are multiplied by, once a step was measured.
+        self.is_measured = False
+        self._scale = 1.0
         self._first_use: dict[int, int] = {}
 
     def capture(
@@ -69,6 +73,7 @@ class Planner:
         if found.way == "recorded":
             return None
         self._capture = found
+        self._digraph = None
         self._inputs = tree_map_only(torch.Tensor, _without_data, (tuple(args), dict(kwargs)))
         self.peak_activation_bytes = found.peak_activation_bytes
         segment = found.rows["segment"].astype(np.int64)
@@ -113,11 +118,24 @@ class Planner:
         seconds = estimate_tick_seconds(
             trace, self._page_size, flops_per_tick=flops, moved_bytes_per_tick=moved
         )
-        self.trace = trace.with_seconds(seconds)
+        self.trace = trace.with_seconds(seconds * self._scale)
         self._plan = None
         self._first_use = {}
         for row, segment in reversed(list(enumerate(trace.segment.tolist()))):
             self._first_use[segment] = row
+
+    def scale_seconds(self, factor: float) -> AccessTrace | None:
+        """A step took ``factor`` times as long as the trace says: its seconds, and those of later traces, follow.
+
+        Returns the new trace, None if there is none.
+        """
+        if self.trace is None:
+            return None
+        self.is_measured = True
+        self._scale *= factor
+        self.trace = self.trace.with_seconds(self.trace.seconds * factor)
+        self._plan = None
+        return self.trace
 
     def update_order(self, segment: int) -> int:
         """Where a parameter is first used in the step; those never seen come last, in their own order."""
@@ -136,12 +154,15 @@ class Planner:
 
     def plan(self, *, budgets: Mapping[str, int | None], policy: EvictionPolicy) -> Plan:
         """The plan as it stands; made when asked for, and again when the trace or the segments changed."""
-        if self._plan is None or len(self._plan.segments) != len(self._segments):
+        seen = len(self._segments), len(self._space.retired)
+        if self._plan is None or seen != self._planned:
+            self._planned = seen
+            live = [segment for segment in self._segments if segment.index not in self._space.retired]
             self._plan = make_plan(
-                [_spec(segment) for segment in self._segments],
-                self.trace,
+                [_spec(segment, index) for index, segment in enumerate(live)],
+                self._live_trace(),
                 page_size=self._page_size,
-                homes=[int(self._table.home[segment.first_page]) for segment in self._segments],
+                homes=[int(self._table.home[segment.first_page]) for segment in live],
                 budgets=budgets,
                 policy=policy,
                 way=self.way,
@@ -151,6 +172,30 @@ class Planner:
             )
         return self._plan
 
+    def _live_trace(self) -> AccessTrace | None:
+        """The trace in the plan's numbering, which leaves out retired segments; their successors take their rows."""
+        trace, retired = self.trace, self._space.retired
+        if trace is None or not retired:
+            return trace
+        successor = self._space.successors()[trace.segment]
+        kept = np.flatnonzero(successor >= 0)
+        new, old = successor[kept], trace.segment[kept]
+        pages = np.array([segment.num_pages for segment in self._segments], np.int64)
+        alive = np.array([index not in retired for index in range(len(self._segments))])
+        # In another dtype the same elements lie in other pages.
+        begin = trace.first_page[kept].astype(np.int64) * pages[new] // pages[old]
+        end = -(-(trace.first_page[kept].astype(np.int64) + trace.num_pages[kept]) * pages[new] // pages[old])
+        ticks, tick = np.unique(trace.tick[kept], return_inverse=True)
+        return AccessTrace(
+            tick=tick,
+            segment=(np.cumsum(alive) - 1)[new],
+            first_page=begin,
+            num_pages=end - begin,
+            write=trace.write[kept],
+            phase=trace.phase[kept],
+            seconds=trace.seconds[ticks],
+        )
+
     def forget_plan(self) -> None:
         """Homes or budgets changed."""
         self._plan = None
@@ -158,14 +203,20 @@ class Planner:
     def _graph(self) -> Any:
         from pager.graph.fx_graph import joint_graph, to_networkx
 
-        assert self._inputs is not None
-        return to_networkx(joint_graph(self._model, *self._inputs))
+        if self._digraph is None:
+            assert self._inputs is not None
+            ceilings = Ceilings()
+            self._digraph = to_networkx(
+                joint_graph(self._model, *self._inputs),
+                flops_per_second=ceilings.flops_per_second,
+                bytes_per_second=ceilings.device_memory_bytes_per_second,
+            )
+        return self._digraph
 
     def _critical_path(self) -> Any:
-        from pager.graph.fx_graph import critical_path
+        from pager.graph.fx_graph import critical_path_graph
 
-        assert self._plan is not None
-        return critical_path(self._plan.graph)
+        return critical_path_graph(self._graph(), "seconds")
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,9 +225,9 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()  # indices and masks may steer control flow
 
 
-def _spec(segment: Segment) -> SegmentSpec:
+def _spec(segment: Segment, index: int) -> SegmentSpec:
     return SegmentSpec(
-        index=segment.index,
+        index=index,
         name=segment.name,
         kind=segment.kind,
         num_bytes=segment.num_bytes,

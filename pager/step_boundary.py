@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from pager.engine.engine import Engine
 from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import ConfigError
-from pager.graph.access_trace import Phase
+from pager.graph.access_trace import AccessTrace, Phase
 from pager.paging import PagedModel
 from pager.planning import Planner
 from pager.policies.prefetch import auto_distance
@@ -32,6 +33,8 @@ logger = logging.getLogger("pager.step_boundary")
 LIVE_KNOBS = ("prefetch_distance", "eviction")
 # A slab holds at least so many of the largest tensor: one in use, one on its way.
 SLAB_SEGMENTS = 2
+# Measured and planned seconds of a step may differ by so much before the plan's are scaled again.
+MAX_DRIFT = 2.0
 # The prefetch distance before "auto" has measured a step.
 FIRST_DISTANCE = 4
 
@@ -40,6 +43,23 @@ def fixed_distance(config: Config) -> int:
     """The prefetch distance to start with, in extents."""
     knob = config.prefetch_distance
     return FIRST_DISTANCE if knob == "auto" else int(knob)
+
+
+class Round:
+    """One step of the model: each of its optimizers has stepped, in whatever order."""
+
+    def __init__(self) -> None:
+        self._stepped: set[int] = set()
+
+    def is_over(self, optimizer: object, all_of_them: Iterable[object]) -> bool:
+        """``optimizer`` has stepped; whether ``all_of_them`` have. One that steps again begins anew."""
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
+        over = all(id(known) in self._stepped for known in all_of_them)
+        if over:
+            self._stepped.clear()
+        return over
 
 
 class StepBoundary:
@@ -67,6 +87,9 @@ class StepBoundary:
         self._slab_frames = slab_frames
         self._pending: dict[str, Any] = {}
         self._step_began = time.perf_counter()
+        # Of the last step but the first, which has its captures and warm-ups.
+        self._step_seconds: float | None = None
+        self._num_measured = 0
         self._bandwidth: float | None = None
 
     def set(self, **knobs: Any) -> None:
@@ -87,6 +110,7 @@ class StepBoundary:
         if self._paged.fits:
             # Nothing is paged, so the rest has nothing to work on; and a step that fits is owed every microsecond.
             self._apply_knobs()
+            self._measure_step()
             return
         counters.add(stall_seconds=self._device.drain_stall_seconds())
         self._apply_knobs()
@@ -95,7 +119,9 @@ class StepBoundary:
             self._planner.forget_plan()
         self._renew_trace()
         self._adapt_arena()
-        self._adapt_distance()
+        seconds = self._measure_step()
+        self._adapt_distance(seconds)
+        self._pagerd.end_step()
 
     def _apply_knobs(self) -> None:
         knobs, self._pending = self._pending, {}
@@ -117,13 +143,38 @@ class StepBoundary:
         with engine.lock:
             renew = engine.timeline.end_step()
             rows = engine.timeline.take_recording()
-            trace = self._planner.trace
-            if renew and rows:
-                engine.timeline.follow(self._planner.record(rows))
-            elif trace is not None and not trace.num_update_rows and rows:
-                update = self._planner.with_update([row for row in rows if row.phase == Phase.UPDATE])
-                if update is not None:
-                    engine.timeline.follow(update, engine.timeline.micro_batches)
+        trace = self._planner.trace
+        if renew and rows:
+            self._follow(self._planner.record(rows), 1)
+        elif trace is not None and not trace.num_update_rows and rows:
+            update = self._planner.with_update([row for row in rows if row.phase == Phase.UPDATE])
+            if update is not None:
+                self._follow(update, engine.timeline.micro_batches)
+
+    def _follow(self, trace: AccessTrace, micro_batches: int) -> None:
+        with self._engine.lock:
+            self._engine.timeline.follow(trace, micro_batches)
+
+    def _measure_step(self) -> float:
+        """The seconds of the step that ends; the plan's seconds are brought to this machine's by them."""
+        now = time.perf_counter()
+        seconds, self._step_began = now - self._step_began, now
+        self._num_measured += 1
+        if self._num_measured == 1:
+            return seconds
+        # What happens between two steps (a checkpoint, an evaluation) is no drift: two steps must agree.
+        before = seconds if self._step_seconds is None else self._step_seconds
+        self._step_seconds = seconds
+        timeline = self._engine.timeline
+        estimated = timeline.step_seconds
+        if not estimated > 0:
+            return seconds
+        drifted = min(seconds, before) > MAX_DRIFT * estimated or max(seconds, before) < estimated / MAX_DRIFT
+        if drifted or not self._planner.is_measured:
+            trace = self._planner.scale_seconds(seconds / estimated)
+            if trace is not None:
+                self._follow(trace, timeline.micro_batches)
+        return seconds
 
     def _adapt_arena(self) -> None:
         """Give a slab back after an out-of-memory error; take one where the step left room for it."""
@@ -133,7 +184,7 @@ class StepBoundary:
         spare = self._budget.spare_bytes()
         if spare < 0 and arena.num_slabs > 1:
             self._give_slab_back(arena.num_slabs - 1)
-        elif arena.capacity_bytes < self._engine.space.num_pages * arena.page_size:
+        elif arena.capacity_bytes < self._engine.space.num_live_pages * arena.page_size:
             self.grow_arena(spare)
 
     def grow_arena(self, spare_bytes: int) -> None:
@@ -165,9 +216,8 @@ class StepBoundary:
         finally:
             self._pagerd.resume()
 
-    def _adapt_distance(self) -> None:
-        now = time.perf_counter()
-        seconds, self._step_began = now - self._step_began, now
+    def _adapt_distance(self, seconds: float) -> None:
+        """With "auto": the distance at which extents of this trace's size arrive in time."""
         trace = self._engine.timeline.trace
         if (
             self.config.prefetch_distance != "auto"
@@ -179,12 +229,13 @@ class StepBoundary:
             self._bandwidth = self._device.measure_bandwidth(EXTENT_BYTES)
             self._pagerd.bandwidth_bytes_per_second = self._bandwidth
         arena = self._engine.arena
-        extents = int(np.ceil(trace.num_pages.astype(np.int64) * arena.page_size / EXTENT_BYTES).sum())
+        row_bytes = trace.num_pages.astype(np.int64) * arena.page_size
+        extents = max(int(np.ceil(row_bytes / EXTENT_BYTES).sum()), 1)
         self._pagerd.set_distance(
             auto_distance(
                 self._bandwidth,
-                seconds / max(extents, 1),
-                EXTENT_BYTES,
+                seconds / extents,
+                max(int(row_bytes.sum()) / extents, 1),
                 spare_bytes=arena.capacity_bytes // 2,
             )
         )

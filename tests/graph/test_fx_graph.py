@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pager.graph.capture import capture
-from pager.graph.fx_graph import critical_path, joint_graph, to_networkx
+from pager.graph.fx_graph import critical_path, critical_path_graph, joint_graph, to_networkx
 from tests import models
 
 TRACEABLE = [name for name in models.BUILDERS if name not in ("decoder_reentrant", "encoder_decoder")]
@@ -86,6 +86,18 @@ def test_critical_path_takes_the_heavier_branch() -> None:
     digraph = nx.DiGraph([("a", "b"), ("b", "d"), ("a", "c"), ("c", "d")])
     nx.set_node_attributes(digraph, {"a": 1.0, "b": 2.0, "c": 5.0, "d": 1.0}, "seconds")
     assert critical_path(digraph, "seconds") == (["a", "c", "d"], 7.0)
+
+
+def test_critical_path_as_a_graph_is_the_chain_alone() -> None:
+    digraph = nx.DiGraph([("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("a", "d")])
+    nx.set_node_attributes(digraph, {"a": 1.0, "b": 2.0, "c": 5.0, "d": 1.0}, "seconds")
+    path = critical_path_graph(digraph, "seconds")
+    assert isinstance(path, nx.DiGraph)
+    assert list(path.nodes(data="seconds")) == [("a", 1.0), ("c", 5.0), ("d", 1.0)]
+    assert list(path.edges) == [("a", "c"), ("c", "d")]
+    assert path.graph == {"weight": "seconds", "total": 7.0}
+    with pytest.raises(ValueError, match="nodes have no 'flops'"):
+        critical_path_graph(digraph)
 
 
 def test_critical_path_needs_its_weight() -> None:
