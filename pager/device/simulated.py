@@ -263,7 +263,8 @@ class SimulatedDevice(Device):
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:
         if num_bytes <= 0:
             raise ValueError(f"a slab of {num_bytes} bytes")
-        room = np.empty(num_bytes + SLAB_ALIGNMENT, dtype=np.uint8)
+        # NaN bytes: recycled memory may hold, by chance, just what a forgotten copy would have brought.
+        room = np.full(num_bytes + SLAB_ALIGNMENT, 0xFF, dtype=np.uint8)
         address = room.ctypes.data + -room.ctypes.data % SLAB_ALIGNMENT
         # The device only knows where slabs are. Their tensor, wraps and pending copies keep the memory alive:
         # numpy makes ``room`` the base of each of them, so its end is the slab's.
