@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pager
+from pager.config import Checks
 from pager.engine.engine import Engine
 from pager.mmu.binding import Binding
 from pager.page_table import PageTable
@@ -101,7 +102,10 @@ def optimizer_writes_to_the_gradient() -> None:
         layer = nn.Linear(96, 96, bias=False)
         optimizer = ClipsInPlace(layer.parameters(), lr=0.1)
         if managed:
-            pager.manage(layer, optimizer, device="cpu", page_size="16KiB", device_budget="160KiB")
+            checks = Checks(page_all=True)
+            pager.manage(
+                layer, optimizer, device="cpu", page_size="16KiB", device_budget="160KiB", checks=checks
+            )
         layer(torch.ones(1, 96)).sum().backward()
         if managed:
             send_home(layer)
