@@ -11,6 +11,7 @@ import torch
 from pager.errors import TierIOError
 from pager.page_table import PageState
 from pager.tiers.adaptors import Fault
+from tests.engine_rig import PAGE, make_filled
 from tests.races.gates import DiskRig, Worker, let_it_wait, stop_at
 
 
@@ -28,6 +29,23 @@ def test_an_access_waits_for_a_page_in_under_way(disk_rig: DiskRig, monkeypatch:
     assert (rig.counters.major_faults, rig.counters.minor_faults, rig.counters.prefetch_late) == (0, 1, 1)
     assert rig.counters.hits == 0
     assert rig.counters.stall_seconds > 0, "the host waited for pagerd"
+
+
+def test_waiting_for_pagerd_counts_though_the_copy_is_over_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, values = make_filled([PAGE], arena_frames=1, streams="early")
+    gate = stop_at(monkeypatch, rig.transfers, "page_in")
+    daemon = Worker(lambda: rig.prefetch(0))
+    gate.wait_until_reached()
+    reader = Worker(lambda: rig.read(0))
+    let_it_wait(rig, reader)
+    gate.open()
+    assert daemon.result() is True
+    np.testing.assert_array_equal(reader.result(), values[0])
+    assert (rig.counters.hits, rig.counters.minor_faults, rig.counters.prefetch_late) == (0, 1, 1)
+    assert rig.counters.stall_seconds > 0
+    np.testing.assert_array_equal(rig.read(0), values[0])
+    assert (rig.counters.hits, rig.counters.minor_faults) == (1, 1)
+    rig.close()
 
 
 def test_a_disk_read_is_a_stall_only_for_who_waits_for_it(disk_rig: DiskRig) -> None:
