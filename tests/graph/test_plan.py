@@ -109,6 +109,7 @@ def test_prediction_by_hand() -> None:
 def test_nothing_moves_where_all_is_wired_or_fits() -> None:
     wired = make_example(homes=[0] * 12, budgets={"device": 32 * PAGE}).predicted
     assert (wired.page_in_bytes, wired.page_out_bytes, wired.peak_resident_bytes) == (0, 0, 32 * PAGE)
+    assert wired.hit_rate == 1.0
     fits = make_example(homes=None, budgets={"device": 32 * PAGE}).predicted
     assert (fits.page_in_bytes, fits.page_out_bytes) == (0, 0)
     # Applied gradients are gone at the end of the step, so the device is not full all the time.
