@@ -30,7 +30,7 @@ class Picky(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -97,11 +97,15 @@ def test_a_class_that_raises_half_way_bricks_nothing(first: str) -> None:
                 after = snapshot(model)
                 reader(case, model, optimizer) if reader is not READERS["close"] else None
                 check_equal(after, snapshot(model), "reading changes nothing")
-        with pytest.raises(TornStateError, match=r"Picky.step\(\) was given up.*not this tensor.*load_state_dict"):
+        with pytest.raises(
+            TornStateError, match=r"Picky.step\(\) was given up.*not this tensor.*load_state_dict"
+        ):
             optimizer.step()
         model.pager.close()
     check_ordinary(model)
-    changed = [name for name, value in before.items() if not torch.equal(value, dict(model.state_dict())[name])]
+    changed = [
+        name for name, value in before.items() if not torch.equal(value, dict(model.state_dict())[name])
+    ]
     assert changed, "what was committed stays"
     assert len(changed) < len(before), "the rest is not updated"
 
@@ -121,7 +125,7 @@ def test_the_rest_is_tried_once_more() -> None:
 
 
 def test_a_first_tensor_that_fails_leaves_the_last_step() -> None:
-    case, model, optimizer, before = prepared(0)
+    _, model, optimizer, before = prepared(0)
     for _ in range(2):
         with pytest.raises(ValueError, match="not this tensor"):
             optimizer.step()
@@ -136,7 +140,7 @@ def test_a_first_tensor_that_fails_leaves_the_last_step() -> None:
 
 @pytest.mark.parametrize("what", ["model", "optimizer"])
 def test_loading_heals(what: str) -> None:
-    case, model, optimizer, before = prepared(4)
+    _, model, optimizer, before = prepared(4)
     saved = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match="not this tensor"):
         optimizer.step()
@@ -153,7 +157,7 @@ def test_loading_heals(what: str) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TierError, MemoryError])
 def test_what_can_pass_is_finished_later(error: type[BaseException]) -> None:
-    case, model, optimizer, _ = prepared(4, times=3, error=error)
+    _, model, optimizer, _ = prepared(4, times=3, error=error)
     for _ in range(3):
         with pytest.raises(error):
             optimizer.step()
@@ -165,7 +169,7 @@ def test_what_can_pass_is_finished_later(error: type[BaseException]) -> None:
 
 
 def test_an_optimizer_dropped_in_mid_step_still_finishes() -> None:
-    case, model, optimizer, _ = prepared(4, times=1, error=KeyboardInterrupt)
+    _, model, optimizer, _ = prepared(4, times=1, error=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     del optimizer
@@ -208,9 +212,7 @@ def test_close_goes_on_where_it_was_interrupted(at: int, monkeypatch: pytest.Mon
     handle.close()
     check_ordinary(model)
     check_equal(dict(plain.model.state_dict()), dict(model.state_dict()), "weights")
-    check_equal(
-        [p.grad for p in plain.model.parameters()], [p.grad for p in model.parameters()], "gradients"
-    )
+    check_equal([p.grad for p in plain.model.parameters()], [p.grad for p in model.parameters()], "gradients")
     check_equal(plain_optimizer.state_dict()["state"], optimizer.state_dict()["state"], "state")
 
 
