@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from pager.address_space import span_elements
 from pager.config import Config, resolve_budget
 from pager.errors import BudgetError, ConfigError
-from pager.homes import Wanted
+from pager.homes import Wanted, state_name
 from pager.host_limit import host_limit_bytes, process_bytes
 from pager.units import ceil_div, format_bytes
 
@@ -22,9 +24,12 @@ if TYPE_CHECKING:
 # States per parameter that are assumed until the optimizer is known: AdamW's two.
 ASSUMED_STATES = 2
 
+# By a parameter's id: the dtypes of the states that its optimizer keeps. Of the others AdamW's are assumed.
+States = Mapping[int, Sequence[torch.dtype]]
 
-def training_state(parameters: Parameters) -> list[Wanted]:
-    """The tensors of the training state that will be paged, assuming AdamW's states."""
+
+def training_state(parameters: Parameters, states: States) -> list[Wanted]:
+    """The tensors of the training state that will be paged."""
     wanted: list[Wanted] = []
     trainable = [(name, p) for name, p in parameters.paged if p.requires_grad]
     for name, param in parameters.paged:
@@ -32,7 +37,14 @@ def training_state(parameters: Parameters) -> list[Wanted]:
     for name, param in trainable:
         wanted.append(Wanted("gradient", name, _span_bytes(param)))
     for name, param in trainable:
-        wanted += [Wanted("state", f"{name}.state{i}", _span_bytes(param)) for i in range(ASSUMED_STATES)]
+        wanted += [
+            Wanted(
+                "state",
+                state_name(name, ordinal),
+                _span_bytes(param) // param.element_size() * dtype.itemsize,
+            )
+            for ordinal, dtype in enumerate(_states_of(param, states))
+        ]
     return wanted
 
 
@@ -40,9 +52,18 @@ def _span_bytes(param: nn.Parameter) -> int:
     return span_elements(param.size(), param.stride()) * param.element_size()
 
 
-def small_bytes(parameters: Parameters, model: nn.Module) -> int:
+def _states_of(param: nn.Parameter, states: States) -> Sequence[torch.dtype]:
+    return states.get(id(param), (param.dtype,) * ASSUMED_STATES)
+
+
+def small_bytes(parameters: Parameters, model: nn.Module, states: States) -> int:
     """Device bytes of small tensors with gradients and states, and of buffers."""
-    small = sum(p.nbytes * (2 + ASSUMED_STATES if p.requires_grad else 1) for _, p in parameters.small)
+    small = 0
+    for _, param in parameters.small:
+        small += param.nbytes
+        if param.requires_grad:
+            small += param.nbytes
+            small += sum(param.numel() * dtype.itemsize for dtype in _states_of(param, states))
     return small + sum(buffer.nbytes for buffer in model.buffers())
 
 
@@ -52,7 +73,7 @@ def fits(wanted: list[Wanted], page_size: int, arena_bytes: int) -> bool:
     return total <= arena_bytes - arena_bytes // 16
 
 
-def check_largest(wanted: list[Wanted], page_size: int, arena_bytes: int, *, budget_bytes: int) -> None:
+def check_largest(wanted: list[Wanted], page_size: int, arena_bytes: int, budget: DeviceBudget) -> None:
     """Refuse a budget in which the largest tensor has no room. Raises BudgetError with its name and the bytes."""
     if not wanted:
         return
@@ -61,13 +82,14 @@ def check_largest(wanted: list[Wanted], page_size: int, arena_bytes: int, *, bud
     if need > arena_bytes:
         raise BudgetError(
             f"pager: every operation on {largest.name} needs its {format_bytes(need)} on the device in one "
-            f"piece, but of device_budget = {format_bytes(budget_bytes)} only {format_bytes(arena_bytes)} are "
-            f"left for pages. Raise device_budget by at least {format_bytes(need - arena_bytes)}."
+            f"piece, but of device_budget = {format_bytes(budget.limit_bytes)} only {format_bytes(arena_bytes)} are "
+            f"left for pages ({budget.taken()}). Raise device_budget by at least {format_bytes(need - arena_bytes)}"
+            f"{budget.or_less_headroom()}."
         )
 
 
 def host_room(
-    config: Config, device: Device, budget: DeviceBudget, parameters: Parameters
+    config: Config, device: Device, budget: DeviceBudget, parameters: Parameters, states: States
 ) -> tuple[int, int]:
     """Bytes of host memory that homes may take, and the host budget they are part of."""
     whole = resolve_budget(config.host_budget, host_limit_bytes(), name="host_budget")
@@ -75,17 +97,20 @@ def host_room(
     on_cpu = sum(param.nbytes for _, param in parameters.paged if param.device.type == "cpu")
     slabs = budget.limit_bytes if device.is_simulated else 0
     if device.is_simulated and config.device_budget is None:
-        slabs = min(slabs, sum(item.num_bytes for item in training_state(parameters)))
+        slabs = min(slabs, sum(item.num_bytes for item in training_state(parameters, states)))
     return whole - max(process_bytes() - on_cpu, 0) - slabs, whole
 
 
 def disk_room(config: Config) -> int:
-    """Bytes the third tier may take; 0 without one. Raises ConfigError for a folder that is not there."""
+    """Bytes the third tier may take: what is free there less one tenth, or the smaller of what is free and
+    ``disk_budget``; 0 without one. Raises ConfigError for a folder that is not there.
+    """
     if config.disk is None:
         return 0
-    if config.disk_budget is not None:
-        return resolve_budget(config.disk_budget, 0, name="disk_budget")
     try:
-        return shutil.disk_usage(config.disk).free * 9 // 10
+        free = shutil.disk_usage(config.disk).free
     except OSError as error:
         raise ConfigError(f"disk={str(config.disk)!r}: {error.strerror}; give an existing folder") from error
+    if config.disk_budget is None:
+        return free * 9 // 10
+    return min(resolve_budget(config.disk_budget, free, name="disk_budget"), free)

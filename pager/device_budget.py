@@ -54,21 +54,21 @@ class DeviceBudget:
         if self.allocator_bytes <= small_bytes + self.headroom_bytes:
             raise BudgetError(
                 f"pager: device_budget is {format_bytes(self.limit_bytes)}, {self.taken()}; nothing is left for "
-                "pages. Raise device_budget" + (" or lower device_headroom." if self._has_headroom else ".")
+                f"pages. Raise device_budget{self.or_less_headroom()}."
             )
         device.limit_allocator(self.allocator_bytes)
 
-    @property
-    def _has_headroom(self) -> bool:
-        return self._headroom != "auto" and self.headroom_bytes > 0
-
     def taken(self) -> str:
         """For messages: what of the budget is not for pages."""
-        headroom = f", device_headroom {format_bytes(self.headroom_bytes)}" if self.headroom_bytes else ""
-        return (
-            f"of which the CUDA context takes {format_bytes(self._context_bytes)}{headroom} and tensors under a page "
-            f"{format_bytes(self.small_bytes)}"
+        context = (
+            f"the CUDA context takes {format_bytes(self._context_bytes)}, " if self._context_bytes else ""
         )
+        headroom = f"device_headroom {format_bytes(self.headroom_bytes)}, " if self.headroom_bytes else ""
+        return f"of which {context}{headroom}tensors under a page {format_bytes(self.small_bytes)}"
+
+    def or_less_headroom(self) -> str:
+        """For messages: the other way out, where the user set a headroom."""
+        return " or lower device_headroom" if self._headroom != "auto" and self.headroom_bytes else ""
 
     def _limit(self, knob: int | float | str | None) -> int:
         device = self._device

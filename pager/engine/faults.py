@@ -20,7 +20,7 @@ from pager.engine.leases import Leases
 from pager.engine.run import Run
 from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import BudgetError, PagerInternalError
-from pager.page_table import PageState
+from pager.page_table import Home, PageState
 from pager.tiers.device_arena import merge_fence
 from pager.units import ceil_div, format_bytes
 
@@ -56,6 +56,9 @@ class Faults(Leases):
                         continue
                     self._pin(run)
                     break
+                if int(self.table.home[segment.first_page]) == Home.DEVICE:
+                    # Its frames are the only place of these pages: they are made in one run, for good.
+                    first, num_pages = 0, segment.num_pages
                 others = self.runs_over(segment, first, num_pages)
             if others:
                 self._withdraw(segment, others)
@@ -209,6 +212,7 @@ class Faults(Leases):
                 if taken is not None:
                     run.frame, run.fence = taken
                     run.version = self._versions[segment.index]()
+                    run.wired = int(self.table.home[run.begin]) == Home.DEVICE
                     if overwrite:
                         self.table.materialize(run.begin, run.end, run.frame)
                     else:

@@ -125,15 +125,18 @@ def admit(
     return found
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], device: torch.device) -> None:
+def check_optimizers(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str], device: torch.device
+) -> dict[int, list[torch.dtype]]:
     """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be
-    paged, by id.
+    paged, by id. Returns the dtypes of the states that each of them will have.
 
     Raises ConfigError for coupled optimizers and for two that hold the same parameter.
     """
     taken: set[int] = set()
+    states: dict[int, list[torch.dtype]] = {}
     for optimizer in optimizers:
-        probed: set[tuple[Any, ...]] = set()
+        probed: dict[tuple[Any, ...], ProbeResult] = {}
         own: set[int] = set()
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -147,9 +150,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], 
                 own.add(id(param))
                 key = probe_key(group, param.dtype)
                 if key not in probed:
-                    probed.add(key)
-                    admit(optimizer, group, param, param.dtype, device)
+                    probed[key] = admit(optimizer, group, param, param.dtype, device)
+                states[id(param)] = list(probed[key].state_dtypes.values())
         taken |= own
+    return states
 
 
 def _with_usable_lr(group: Mapping[str, Any]) -> dict[str, Any]:

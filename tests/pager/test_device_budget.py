@@ -119,7 +119,7 @@ def test_what_the_last_step_left_over() -> None:
 
 
 def test_a_headroom_that_leaves_nothing_is_named() -> None:
-    message = r"device_headroom 6.00 MiB and tensors under a page 0 B; nothing .* or lower device_headroom"
+    message = r"device_headroom 6.00 MiB, tensors under a page 0 B; nothing .* or lower device_headroom"
     with pytest.raises(BudgetError, match=message):
         make_budget(SimulatedDevice(), device_budget="4MiB", device_headroom="6MiB")
 

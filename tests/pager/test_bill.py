@@ -1,0 +1,227 @@
+"""The bill against what happens: each state has the home it was planned to have, and what has none is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pager
+from pager import bill
+from pager.config import Checks, Config
+from pager.device.simulated import SimulatedDevice
+from pager.device_budget import DeviceBudget
+from pager.errors import BudgetError, ConfigError
+from pager.homes import Wanted
+from pager.model_checks import sort_parameters
+from pager.page_table import Home
+
+PAGE = 16 * 2**10
+CHECKS = Checks(streams="late", happens_before=True, poison=True, daemon="inline", page_all=True)
+# Two weights of 128 x 128 floats, 4 pages each; with gradients 16 pages.
+NUM_WEIGHTS, WEIGHT_BYTES = 2, 4 * PAGE
+STATE_BYTES = NUM_WEIGHTS * WEIGHT_BYTES  # of one state of every weight
+DEVICE_BYTES = 24 * PAGE
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(128, 128, bias=False), nn.Tanh(), nn.Linear(128, 128, bias=False))
+
+
+def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> list[torch.Tensor]:
+    losses = []
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 128)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Call it with the bytes that homes may take in host memory, whatever else the process holds."""
+
+    def give(num_bytes: int) -> None:
+        monkeypatch.setattr(bill, "host_room", lambda *args: (num_bytes, num_bytes))
+
+    return give
+
+
+def manage(model: nn.Module, optimizer: Any = None, **knobs: Any) -> Any:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "page_size": PAGE,
+        "checks": CHECKS,
+        "device_budget": DEVICE_BYTES,
+    }
+    return pager.manage(model, optimizer, **{**settings, **knobs})
+
+
+def bytes_by_home(model: Any, kind: str | None = None) -> dict[str, int]:
+    """Bytes of the segments (of one kind) by where the page table has their home."""
+    runtime = model.pager._runtime
+    found = {home.name.lower(): 0 for home in Home}
+    for segment in runtime.space.segments:
+        if kind in (None, segment.kind):
+            home = Home(int(runtime.table.home[segment.first_page]))
+            found[home.name.lower()] += segment.num_pages * PAGE
+    return found
+
+
+def check_trains_as_plain(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    plain = make_model()
+    expected, found = train(plain, amsgrad(plain)), train(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("when", ["given", "found later"])
+def test_a_third_state_goes_to_the_disk(tmp_path: Path, host: Any, when: str) -> None:
+    """AdamW's bill would need no disk."""
+    host(2 * STATE_BYTES + 2 * STATE_BYTES)
+    model = make_model()
+    optimizer = amsgrad(model)
+    paged = manage(model, optimizer if when == "given" else None, disk=tmp_path, device_budget=16 * PAGE)
+    on_device = bytes_by_home(paged)["device"]
+    check_trains_as_plain(paged, optimizer)
+    homes = bytes_by_home(paged)
+    assert sum(homes.values()) == 5 * STATE_BYTES
+    assert homes["disk"] == STATE_BYTES - on_device
+    assert homes["disk"] > 0
+    statistics = paged.pager.statistics()
+    assert statistics.disk_bytes == homes["disk"]
+    assert statistics.disk_write_bytes > 0
+    assert statistics.disk_budget_bytes > 2**30 or statistics.disk_budget_bytes == bill.disk_room(
+        paged.pager.config
+    )
+    assert paged.pager.plan.budgets["disk"] == statistics.disk_budget_bytes
+    paged.pager.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_disk_budget_is_a_limit_and_named(tmp_path: Path, host: Any) -> None:
+    host(4 * STATE_BYTES)
+    model = make_model()
+    optimizer = amsgrad(model)
+    paged = manage(model, disk=tmp_path, disk_budget=PAGE, device_budget=16 * PAGE)
+    assert paged.pager.statistics().disk_budget_bytes == PAGE
+    paged(torch.ones(1, 128)).sum().backward()
+    with pytest.raises(
+        BudgetError, match=r"states 384.00 KiB\).* and 16.00 KiB of disk it misses .*raise disk_budget"
+    ):
+        optimizer.step()
+    paged.pager.close()
+    with pytest.raises(BudgetError, match=r"states 384.00 KiB\).*raise disk_budget"):
+        manage(
+            make_model_with(optimizer), optimizer, disk=tmp_path, disk_budget=PAGE, device_budget=16 * PAGE
+        )
+
+
+def make_model_with(optimizer: torch.optim.Optimizer) -> nn.Module:
+    """A module of the optimizer's own parameters."""
+    return nn.ParameterList(optimizer.param_groups[0]["params"])
+
+
+def test_an_optimizer_that_keeps_too_much_is_refused_with_the_bytes_and_the_knob(host: Any) -> None:
+    host(4 * STATE_BYTES)
+    model = make_model()
+    optimizer = amsgrad(model)
+    message = r"states 384.00 KiB\).*it misses .* KiB. Raise host_budget or device_budget, or give .*disk="
+    with pytest.raises(BudgetError, match="training state needs .*" + message):
+        manage(model, optimizer, device_budget=16 * PAGE)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    paged = manage(model, device_budget=16 * PAGE)
+    paged(torch.ones(1, 128)).sum().backward()
+    with pytest.raises(BudgetError, match="optimizer needs .*" + message):
+        optimizer.step()
+    paged.pager.close()
+
+
+def test_an_optimizer_that_keeps_nothing_needs_no_room_for_states(host: Any) -> None:
+    host(2 * STATE_BYTES)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    paged = manage(model, optimizer, device_budget=16 * PAGE)
+    train(paged, optimizer)
+    assert bytes_by_home(paged, "state") == {"device": 0, "host": 0, "disk": 0}
+    paged.pager.close()
+    with pytest.raises(BudgetError, match=r"states 256.00 KiB"):
+        manage(make_model(), device_budget=16 * PAGE)
+
+
+@pytest.mark.parametrize("when", ["given", "found later"])
+def test_states_meant_for_the_device_are_there_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    model = make_model()
+    optimizer = amsgrad(model)
+    device_bytes = 6 * STATE_BYTES + 10 * WEIGHT_BYTES
+    with caplog.at_level(logging.INFO, logger="pager"):
+        paged = manage(model, optimizer if when == "given" else None, device_budget=device_bytes)
+    assumed = 3 if when == "given" else 2
+    told = f"{(1 + assumed) * STATE_BYTES // 1024:.2f} KiB on the device, {STATE_BYTES / 1024:.2f} KiB in host memory"
+    assert told in caplog.text
+    check_trains_as_plain(paged, optimizer)
+    assert bytes_by_home(paged, "state") == {"device": 3 * STATE_BYTES, "host": 0, "disk": 0}
+    assert bytes_by_home(paged, "gradient") == {"device": 0, "host": STATE_BYTES, "disk": 0}
+    assert paged.pager.statistics().wired_bytes == 4 * STATE_BYTES
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)  # states leave their frames and come back
+    train(paged, optimizer, 1)
+    paged.pager.close()
+
+
+def test_a_late_parameter_without_room_is_a_budget_error(host: Any) -> None:
+    host(4 * STATE_BYTES)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    paged = manage(model, optimizer, device_budget=16 * PAGE)
+    train(paged, optimizer, 1)
+    paged.late = nn.Parameter(torch.zeros(1024, 512))
+    with pytest.raises(
+        BudgetError, match=r"no tier has room for late, 2.00 MiB .*Raise host_budget, or give .*disk="
+    ):
+        train(paged, optimizer, 1)
+    del paged.late
+    paged.pager.close()
+
+
+def test_the_bill_goes_by_the_states_dtypes() -> None:
+    parameters = sort_parameters(make_model().to(torch.bfloat16), PAGE)
+    (name, param), _ = parameters.paged
+    half = WEIGHT_BYTES // 2
+    wanted = bill.training_state(parameters, {id(param): [torch.float32]})
+    assert [item for item in wanted if item.kind == "state"] == [
+        Wanted("state", f"{name}.state0", WEIGHT_BYTES),
+        Wanted("state", "2.weight.state0", half),
+        Wanted("state", "2.weight.state1", half),
+    ]
+
+
+def test_a_folder_that_is_not_there_is_refused_also_with_a_budget(tmp_path: Path) -> None:
+    config = Config(disk=tmp_path / "none", disk_budget="1MiB")
+    with pytest.raises(ConfigError, match="none.*give an existing folder"):
+        bill.disk_room(config)
+    assert bill.disk_room(Config(disk=tmp_path, disk_budget="1MiB")) == 2**20
+    assert bill.disk_room(Config(disk=tmp_path, disk_budget=2**60)) < 2**60
+    assert bill.disk_room(Config()) == 0
+
+
+def test_the_headroom_that_takes_the_largest_tensors_room_is_named() -> None:
+    budget = DeviceBudget(
+        SimulatedDevice(), Config(device_budget=20 * PAGE, device_headroom=18 * PAGE), small_bytes=0
+    )
+    with pytest.raises(BudgetError, match=r"device_headroom 288.00 KiB.* or lower device_headroom"):
+        bill.check_largest([Wanted("parameter", "w", WEIGHT_BYTES)], PAGE, 2 * PAGE, budget)
