@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pager.errors import PagerInternalError
@@ -75,6 +77,9 @@ class AddressSpace:
         self.page_size = page_size
         self.segments: list[Segment] = []
         self.num_pages = 0
+        self.num_live_pages = 0
+        # Segments that are no more, each with the one that has taken its place, if any.
+        self.retired: dict[int, int | None] = {}
 
     def add(
         self, *, name: str, kind: str, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
@@ -98,4 +103,18 @@ class AddressSpace:
         )
         self.segments.append(segment)
         self.num_pages += segment.num_pages
+        self.num_live_pages += segment.num_pages
         return segment
+
+    def retire(self, segment: Segment, successor: Segment | None = None) -> None:
+        """The segment is no more; ``successor`` holds what it held, in another dtype or layout."""
+        self.retired[segment.index] = None if successor is None else successor.index
+        self.num_live_pages -= segment.num_pages
+
+    def successors(self) -> npt.NDArray[np.int64]:
+        """For each index the index of the segment that now stands in its place (itself, if alive), -1 for none."""
+        result = np.arange(len(self.segments))
+        for index in sorted(self.retired, reverse=True):  # a successor is younger, so it is settled already
+            successor = self.retired[index]
+            result[index] = -1 if successor is None else result[successor]
+        return result

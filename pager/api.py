@@ -101,7 +101,11 @@ class Handle:
         self._runtime.check_open()
         runtime = self._runtime
         return runtime.planner.plan(
-            budgets={"device": runtime.page_bytes_on_device(), "host": runtime.host_budget_bytes},
+            budgets={
+                "device": runtime.page_bytes_on_device(),
+                "host": runtime.host_budget_bytes,
+                "disk": runtime.disk.budget_bytes if runtime.disk is not None else None,
+            },
             # A fresh one: what the running one knows of the past would colour the prediction.
             policy=make_eviction_policy(runtime.config.eviction),
         )
@@ -139,12 +143,19 @@ class Handle:
             yield
 
     def close(self) -> None:
-        """Make model and optimizers ordinary again, on the CPU, values intact. Calling it again does nothing."""
-        if self._runtime.closed:
-            return
-        self._hooks.remove()
-        self._runtime.close()
-        self._runtime.model.__dict__.pop("pager", None)
+        """Make model and optimizers ordinary again, on the CPU, values intact.
+
+        After an exception (Ctrl-C, a disk that failed) call it again: it goes on from where it stood. When all is
+        done a further call does nothing. A failure in the background is raised at the end.
+        """
+        runtime = self._runtime
+        try:
+            runtime.close()
+        finally:
+            if runtime.closed:
+                self._hooks.remove()
+                if runtime.model.__dict__.get("pager") is self:
+                    del runtime.model.__dict__["pager"]
 
     def __repr__(self) -> str:
         state = "closed" if self._runtime.closed else f"{len(self._runtime.paged.bindings)} paged parameters"

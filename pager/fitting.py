@@ -22,6 +22,7 @@ from pager.graph.access_trace import AccessRow, Phase
 from pager.homes import Homes
 from pager.optim.shadow import move_state
 from pager.page_table import Home
+from pager.step_boundary import Round
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -41,6 +42,7 @@ class FittingModel:
         self._device = device
         self._end_step = end_step
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._round = Round()
         self._own: set[int] = {id(param) for _, param in (*parameters.paged, *parameters.small)}
         for name, param in parameters.paged:
             self._make_segments(name, param, homes)
@@ -91,7 +93,7 @@ class FittingModel:
             self.adopt([optimizer])
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._optimizers:
+        if optimizer in self._optimizers and self._round.is_over(optimizer, self._optimizers):
             self._end_step()
 
     def close(self) -> None:

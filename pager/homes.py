@@ -1,9 +1,13 @@
 """Where each segment's bytes live, and the bill that says so before any work starts.
 
 At ``manage()`` the tensors of the whole training state are known: parameters, their gradients, and the
-optimizer's states (two per parameter, as AdamW has, until the optimizer is known). `pager.policies.placement`
-gives each a home; what cannot fit is refused there and then, with the bytes that are missing. Segments get
-their frames when they are made.
+optimizer's states: what its probe saw, or two per parameter, as AdamW has, until it is known.
+`pager.policies.placement` gives each a home; what cannot fit is refused there and then, with the bytes that
+are missing. Segments get their frames when they are made. When an optimizer is adopted its states are planned
+again, with what the tiers have left, since only then is it certain what it keeps. States go by (parameter,
+ordinal), since nobody knows beforehand what the optimizer calls them.
+
+The disk's file is opened where there is a folder, and grows by what is planned there, up to its budget.
 
 Wired (home on the device): everything, where everything fits; else parameters, up to half of the arena, since
 a parameter that streams crosses the link four times a step and a state twice. The other half is what
@@ -14,20 +18,21 @@ wired never; where there is no pressure nothing moves them either.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from pager.address_space import AddressSpace, Segment
+from pager.address_space import AddressSpace, Segment, span_elements
 from pager.errors import BudgetError, TierFull
 from pager.page_table import Home, PageTable
 from pager.policies.placement import PlacementError, place
+from pager.tiers.disk_file import DiskFile
 from pager.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
-    from pager.tiers.disk_file import DiskFile
     from pager.tiers.host_arena import HostArena
 
 logger = logging.getLogger("pager.homes")
@@ -39,6 +44,8 @@ _CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
 # What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into
 # slices: the tensor, its gradient, two states.
 _UPDATE_TENSORS = 4
+# States are wired only where as many of the largest tensor stay free: what does not fill an arena's slabs.
+_FREE_TENSORS = 8
 
 
 class Wanted(NamedTuple):
@@ -47,6 +54,11 @@ class Wanted(NamedTuple):
     kind: str
     name: str
     num_bytes: int
+
+
+def state_name(parameter: str, ordinal: int) -> str:
+    """What the plan calls the ``ordinal``-th (from 0) state of a parameter."""
+    return f"{parameter}.state{ordinal}"
 
 
 class Homes:
@@ -62,37 +74,89 @@ class Homes:
         self._page_size = page_size
         self._planned: dict[tuple[str, str], Home] = {}
         self._spare_frames = 0
+        self._arena_bytes = 0
+        self._wires_states = False
+        # Frames to be free once nobody looks at them: home, first frame, frames, whether somebody does.
+        self._leaving: list[tuple[Home, int, int, Callable[[], bool]]] = []
 
     def plan(self, wanted: Sequence[Wanted], *, arena_bytes: int, host_bytes: int, disk_bytes: int) -> None:
         """Decide the homes of all ``wanted``. Raises BudgetError with the missing bytes."""
-        sizes = np.array([ceil_div(w.num_bytes, self._page_size) * self._page_size for w in wanted], np.int64)
+        sizes = self._sizes(wanted)
         total = int(sizes.sum())
-        everything_fits = total <= arena_bytes - arena_bytes // 16
-        may_wire = np.array(
-            [w.kind != "gradient" and (everything_fits or w.kind == "parameter") for w in wanted]
-        )
         largest = int(sizes.max(initial=0))
+        everything_fits = total <= arena_bytes - arena_bytes // 16
+        self._arena_bytes = arena_bytes
+        self._wires_states = everything_fits and total + _FREE_TENSORS * largest <= arena_bytes
+        may_wire = np.array(
+            [w.kind == "parameter" or (w.kind == "state" and self._wires_states) for w in wanted], bool
+        )
         spare = max(min(arena_bytes // 2 - largest, arena_bytes - _UPDATE_TENSORS * largest), 0)
         wire_bytes = arena_bytes if everything_fits else spare
         # Wired first, among those that may be; the rest is placed on the tiers below.
         homes = np.full(len(wanted), int(Home.HOST), np.int64)
         wired = self._place(wanted, sizes, may_wire, device=wire_bytes, host=total, disk=0)
         homes[np.flatnonzero(may_wire)[wired == int(Home.DEVICE)]] = int(Home.DEVICE)
+        self._plan_below(wanted, sizes, homes, what="training state", host=host_bytes, disk=disk_bytes)
+
+    def plan_states(self, wanted: Sequence[Wanted]) -> None:
+        """Decide anew the homes of the states of an optimizer that is now known, and reserve room for them.
+
+        Raises BudgetError, and changes nothing, where the tiers have no room left for them.
+        """
+        sizes = self._sizes(wanted)
+        total, largest = int(sizes.sum()), int(sizes.max(initial=0))
+        present = self._space.num_live_pages * self._page_size
+        wired = self._wires_states and present + total + _FREE_TENSORS * largest <= self._arena_bytes
+        homes = np.full(len(wanted), int(Home.DEVICE if wired else Home.HOST), np.int64)
+        disk = self._disk
+        self._plan_below(
+            wanted,
+            sizes,
+            homes,
+            what="optimizer",
+            host=self._host.budget_bytes - self._host.used_bytes,
+            disk=disk.budget_bytes - disk.used_bytes if disk is not None else 0,
+        )
+        self.reserve_host(
+            [w.num_bytes for w, home in zip(wanted, homes.tolist(), strict=True) if home == int(Home.HOST)]
+        )
+
+    def _sizes(self, wanted: Sequence[Wanted]) -> np.ndarray:
+        return np.array([ceil_div(w.num_bytes, self._page_size) * self._page_size for w in wanted], np.int64)
+
+    def _plan_below(
+        self,
+        wanted: Sequence[Wanted],
+        sizes: np.ndarray,
+        homes: np.ndarray,
+        *,
+        what: str,
+        host: int,
+        disk: int,
+    ) -> None:
+        """Place what is not on the device on the tiers below, in ``homes``, and keep the plan."""
         below = homes != int(Home.DEVICE)
         try:
-            homes[below] = self._place(wanted, sizes, below, device=0, host=host_bytes, disk=disk_bytes)
+            homes[below] = self._place(wanted, sizes, below, device=0, host=host, disk=disk)
         except PlacementError as error:
-            have_disk = (
-                f" and {format_bytes(disk_bytes)} of disk" if self._disk is not None or disk_bytes else ""
-            )
+            have_disk = f" and {format_bytes(disk)} of disk" if self._disk is not None or disk else ""
             raise BudgetError(
-                f"pager: the training state needs {format_bytes(total)} ({self._bill(wanted, sizes)}); with "
-                f"{format_bytes(int(sizes[~below].sum()))} on the device, {format_bytes(host_bytes)} of host memory"
+                f"pager: the {what} needs {format_bytes(int(sizes.sum()))} ({self._bill(wanted, sizes)}); with "
+                f"{format_bytes(int(sizes[~below].sum()))} on the device, {format_bytes(host)} of host memory"
                 f"{have_disk} it misses {format_bytes(error.missing_bytes)}. Raise host_budget or device_budget"
-                + (", or raise disk_budget." if have_disk else ", or give a folder with disk=PATH.")
+                + self._disk_remedy(bool(have_disk))
             ) from error
+        self._reserve_disk(int(sizes[homes == int(Home.DISK)].sum()) // self._page_size)
         for item, home in zip(wanted, homes, strict=True):
             self._planned[item.kind, item.name] = Home(int(home))
+
+    @staticmethod
+    def _disk_remedy(have_disk: bool) -> str:
+        return (
+            ", or raise disk_budget or free space there."
+            if have_disk
+            else ", or give a folder with disk=PATH."
+        )
 
     def _place(
         self,
@@ -132,21 +196,37 @@ class Homes:
             if self._planned.get((w.kind, w.name)) == Home.DISK
         )
 
-    def use_disk(self, disk: DiskFile) -> None:
-        """The disk file, once it was preallocated for what the plan puts there."""
-        self._disk = disk
+    def open_disk(self, folder: str | Path | None, budget_bytes: int, *, checksum: bool) -> DiskFile | None:
+        """Open the third tier, still without a frame, where there is a ``folder``. Raises TierIOError."""
+        if folder is not None:
+            self._disk = DiskFile(folder, self._page_size, 0, checksum=checksum, budget_bytes=budget_bytes)
+        return self._disk
+
+    def _reserve_disk(self, num_frames: int) -> None:
+        """Have ``num_frames`` free frames on the disk. Raises BudgetError."""
+        disk = self._disk
+        if disk is None or num_frames <= disk.num_free:
+            return
+        try:
+            disk.grow(num_frames - disk.num_free)
+        except TierFull as error:
+            raise BudgetError(f"pager: {error}") from error
 
     def reserve_host(self, num_bytes_of: Sequence[int]) -> None:
         """Map host memory for segments of these sizes in one piece, so that making them allocates nothing.
 
-        Where there is a disk, no more than the budget leaves: the rest of them goes there.
+        Where there is a disk, no more than the budget leaves: the rest of them goes there. Raises BudgetError.
         """
+        self._free_left()
         frames = sum(ceil_div(num_bytes, self._page_size) for num_bytes in num_bytes_of)
         missing = frames - self._spare_frames
         if self._disk is not None:
             missing = min(missing, (self._host.budget_bytes - self._host.reserved_bytes) // self._page_size)
         if missing > 0:
-            self._host.grow(missing)
+            try:
+                self._host.grow(missing)
+            except TierFull as error:
+                raise BudgetError(f"pager: {error}{self._disk_remedy(self._disk is not None)}") from error
             self._spare_frames += missing
 
     def planned(self, kind: str, name: str) -> Home | None:
@@ -162,31 +242,43 @@ class Homes:
         stride: tuple[int, ...],
         dtype: torch.dtype,
         home: Home | None = None,
+        planned_as: str | None = None,
     ) -> Segment:
-        """A segment with frames at its home (the planned one, if none is given).
+        """A segment with frames at its home: ``home``, or what was planned under ``planned_as`` (None: its name).
 
-        Raises TierFull when no tier has room for it.
+        Raises BudgetError, and makes nothing, when no tier has room for it.
         """
+        key = kind, name if planned_as is None else planned_as
+        num_pages = ceil_div(span_elements(size, stride) * dtype.itemsize, self._page_size)
+        if home is None:
+            home = self._planned.get(key, Home.HOST)
+        frame = -1
+        if home != Home.DEVICE:
+            try:
+                home, frame = self._below(home, num_pages)
+            except TierFull as error:
+                raise BudgetError(
+                    f"pager: no tier has room for {name}, {format_bytes(num_pages * self._page_size)} ({error}). "
+                    f"Raise host_budget{self._disk_remedy(self._disk is not None)}"
+                ) from error
         segment = self._space.add(name=name, kind=kind, size=size, stride=stride, dtype=dtype)
         self._table.grow(self._space.num_pages)
-        if home is None:
-            home = self._planned.get((kind, name), Home.HOST)
-        frame = -1
-        if home == Home.HOST:
-            home, frame = self._below(segment)
-        elif home == Home.DISK:
-            assert self._disk is not None
-            frame = self._disk.allocate(segment.num_pages)
         self._table.settle(segment.first_page, segment.last_page, home, frame)
+        self._planned[key] = home
         return segment
 
-    def _below(self, segment: Segment) -> tuple[Home, int]:
-        try:
-            return Home.HOST, self._allocate_host(segment.num_pages)
-        except TierFull:
-            if self._disk is None:
-                raise
-        return Home.DISK, self._disk.allocate(segment.num_pages)
+    def _below(self, home: Home, num_pages: int) -> tuple[Home, int]:
+        """Frames at ``home``, or on the disk where host memory has none left."""
+        if home == Home.HOST:
+            try:
+                return home, self._allocate_host(num_pages)
+            except TierFull:
+                if self._disk is None:
+                    raise
+        assert self._disk is not None
+        if self._disk.largest_free < num_pages:
+            self._disk.grow(num_pages)
+        return Home.DISK, self._disk.allocate(num_pages)
 
     def _allocate_host(self, num_frames: int) -> int:
         if self._host.largest_free < num_frames:
@@ -198,12 +290,35 @@ class Homes:
 
     def free(self, segment: Segment) -> None:
         """Give back the home frames of a segment that is no more."""
-        home = Home(int(self._table.home[segment.first_page]))
-        frame = int(self._table.home_frame[segment.first_page])
+        self._free(*self._frames_of(segment))
+
+    def retire(
+        self, segment: Segment, successor: Segment | None = None, *, is_held: Callable[[], bool] = bool
+    ) -> None:
+        """The segment is no more; ``successor`` stands in its place. Its frames are free once not ``is_held()``."""
+        self._leaving.append((*self._frames_of(segment), is_held))
+        self._space.retire(segment, successor)
+        self._table.settle(segment.first_page, segment.last_page, Home.HOST, -1)  # counts as wired no more
+        self._free_left()
+
+    def _frames_of(self, segment: Segment) -> tuple[Home, int, int]:
+        page = segment.first_page
+        return Home(int(self._table.home[page])), int(self._table.home_frame[page]), segment.num_pages
+
+    def _free_left(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for home, frame, num_frames, is_held in leaving:
+            if is_held():
+                self._leaving.append((home, frame, num_frames, is_held))
+            else:
+                self._free(home, frame, num_frames)
+
+    def _free(self, home: Home, frame: int, num_frames: int) -> None:
         if home == Home.HOST:
-            self._host.free(frame, segment.num_pages)
+            self._host.free(frame, num_frames)
+            self._spare_frames += num_frames
         elif home == Home.DISK and self._disk is not None:
-            self._disk.free(frame, segment.num_pages)
+            self._disk.free(frame, num_frames)
 
     def report(self, wanted: Sequence[Wanted]) -> dict[str, int]:
         """Bytes per tier that the plan gives ``wanted``."""

@@ -65,6 +65,8 @@ class _Loaded(_Hook):
         paged = self._runtime.paged
         for name, param in paged.find_new():
             paged.replace(name, param)
+        if not incompatible_keys.missing_keys:
+            self._runtime.torn.clear()
 
 
 class _Tied(_Hook):

@@ -55,6 +55,8 @@ class PagedModel:
         self.model = model
         self.bindings: dict[str, Binding] = {}
         self.small: list[nn.Parameter] = []
+        # Values, and gradients, of parameters on their way out: an exception may come between any two lines.
+        self._leaving: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         # Set where the whole training state fits the device: parameters stay ordinary (`pager.fitting`).
         self.fits = False
         self._mmu = mmu
@@ -83,7 +85,13 @@ class PagedModel:
             MANAGED_SMALL[param] = True  # a weak reference, which swapping a meta tensor would not survive
         self._take_in_batches([(name, p) for name, p in parameters.paged if type(p) is not PagedParameter])
         trainable = [b for b in self.bindings.values() if b.tensor.requires_grad]
-        self._homes.reserve_host([b.segment.num_bytes for b in trainable])
+        self._homes.reserve_host(
+            [
+                b.segment.num_bytes
+                for b in trainable
+                if self._homes.planned("gradient", b.name) in (None, Home.HOST)
+            ]
+        )
         for binding in trainable:
             self._mmu.gradients.prepare(binding)
 
@@ -155,7 +163,7 @@ class PagedModel:
             self._take_out_parameter(old, alias=False)
             for binding in (old.gradient, old):
                 if binding is not None:
-                    self._retire(binding.segment)
+                    self.retire(binding)
         self.take_in_late(name, param)
 
     def renew(self, binding: Binding, value: torch.Tensor) -> None:
@@ -165,23 +173,38 @@ class PagedModel:
         optimizer's states keep theirs, as in torch.
         """
         old = binding.segment
-        if self._engine.in_use(old):
-            self._engine.discard(old)  # views keep the old values
+        num_bytes = span_elements(value.size(), value.stride()) * value.element_size()
+        # What is wired must not grow: streaming needs what is left.
+        home = Home.HOST if num_bytes > old.num_bytes and self._is_wired(old) else None
         segment = self.new_segment(
-            name=old.name, kind=old.kind, size=value.size(), stride=value.stride(), dtype=value.dtype
+            name=old.name,
+            kind=old.kind,
+            size=value.size(),
+            stride=value.stride(),
+            dtype=value.dtype,
+            home=home,
         )
+        raw = values.storage_bytes(value, segment.size, segment.stride, segment.num_bytes)
+        self._engine.discard(old)  # views keep the old values; its frames are free for the new ones
         binding.rebind(segment)
         self._mmu.bind(binding)
-        raw = values.storage_bytes(value, segment.size, segment.stride, segment.num_bytes)
         self._engine.store(segment, raw)
-        if int(self._table.home[segment.first_page]) == Home.DEVICE:
+        if self._is_wired(segment):
             self._engine.wire(segment)
-        self._retire(old)
+        self._retire(old, segment)
 
-    def _retire(self, segment: Segment) -> None:
+    def _is_wired(self, segment: Segment) -> bool:
+        return int(self._table.home[segment.first_page]) == Home.DEVICE
+
+    def retire(self, binding: Binding) -> None:
+        """The paged tensor is no more: its segment has no value, its frames are free for others."""
+        self._retire(binding.segment)
+
+    def _retire(self, segment: Segment, successor: Segment | None = None) -> None:
         self._engine.discard(segment)
         self._mmu.unbind(segment)
-        self._homes.free(segment)
+        aliases = self._mmu.aliases
+        self._homes.retire(segment, successor, is_held=lambda: aliases.is_held(segment))
 
     def undo_move(self) -> None:
         """Bring small tensors and buffers back to the compute device after a refused ``model.to(device)``."""
@@ -269,10 +292,21 @@ class PagedModel:
 
     # -- out ---------------------------------------------------------------------------------------
 
-    def take_out_model(self) -> None:
-        """Ordinary parameters, gradients and buffers on the CPU."""
-        for binding in self.bindings.values():
-            self._take_out_parameter(binding)
+    def take_out_model(self, value_of: Callable[[Binding], torch.Tensor]) -> None:
+        """Ordinary parameters, gradients and buffers on the CPU; ``value_of`` gives a paged tensor's value there.
+
+        After an exception a further call goes on with what is not out yet.
+        """
+        for name in list(self.bindings):
+            binding = self.bindings[name]
+            if name not in self._leaving:
+                grad = self._mmu.gradients.get(binding)
+                if isinstance(grad, PagedTensor):
+                    grad = value_of(grad._pager)
+                self._leaving[name] = value_of(binding), grad
+            _make_ordinary(binding, *self._leaving[name])
+            del self.bindings[name]
+            del self._leaving[name]
         cpu = torch.device("cpu")
         for param in self.small:
             MANAGED_SMALL.pop(param, None)
@@ -302,17 +336,23 @@ class PagedModel:
         grad = self._mmu.gradients.get(binding)
         if isinstance(grad, PagedTensor):
             grad = values.cpu_tensor(self._mmu, grad._pager, alias=alias)
-        if binding.hook is not None:
-            binding.hook.remove()
-        unpage_tensor(binding, data)
-        if grad is not None:
-            binding.tensor.grad = grad.to("cpu")
+        _make_ordinary(binding, data, grad)
 
     def _move_buffers(self, device: torch.device) -> None:
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
+
+
+def _make_ordinary(binding: Binding, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Take the parameter out of pages. May be repeated after an exception."""
+    if binding.hook is not None:
+        binding.hook.remove()
+    if isinstance(binding.tensor, PagedParameter):
+        unpage_tensor(binding, data)
+    if grad is not None:
+        binding.tensor.grad = grad.to("cpu")
 
 
 def _move(param: nn.Parameter, device: torch.device) -> None:

@@ -8,6 +8,7 @@ never exists twice.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from pager import bill
 from pager.address_space import AddressSpace
+from pager.closing import Closing
 from pager.config import Config
 from pager.device.base import make_device
 from pager.device_budget import DeviceBudget
@@ -28,7 +30,6 @@ from pager.fitting import FittingModel
 from pager.graph.access_trace import AccessRow
 from pager.homes import Homes, Wanted
 from pager.mmu import special as _special  # noqa: F401  registers the door's special calls
-from pager.mmu import values
 from pager.mmu.binding import Binding
 from pager.mmu.gradient import Gradients
 from pager.mmu.mmu import Mmu
@@ -38,14 +39,14 @@ from pager.optim import stand_in
 from pager.optim.adopted import UNIT_BYTES, AdoptedOptimizer
 from pager.optim.probe import check_optimizers
 from pager.optim.schedule import expected_rows
+from pager.optim.torn import Torn
 from pager.page_table import Home, PageTable
 from pager.paging import PagedModel, waits_for_values
 from pager.planning import Planner
 from pager.policies.protocol import make_eviction_policy
 from pager.statistics import Counters, Statistics
-from pager.step_boundary import StepBoundary, fixed_distance
+from pager.step_boundary import Round, StepBoundary, fixed_distance
 from pager.tiers.device_arena import DeviceArena
-from pager.tiers.disk_file import DiskFile
 from pager.tiers.host_arena import HostArena
 from pager.units import ceil_div, format_bytes
 
@@ -65,7 +66,9 @@ class Runtime:
         self.closed = False
         self.counters = Counters()
         self.optimizers: list[AdoptedOptimizer] = []
-        self._stepped: set[int] = set()
+        self.torn = Torn()
+        self._round = Round()
+        self._closing = Closing(self)
         self._slab_frames = 0
         parameters = sort_parameters(model, config.page_bytes)
         self.device = make_device(
@@ -75,10 +78,8 @@ class Runtime:
             skip_wait=config.checks.skip_wait,
         )
         try:
-            names = {id(param): name for name, param in parameters.paged}
-            check_optimizers(optimizers, names, self.device.torch_device)
             with contextlib.ExitStack() as undo:
-                self._build(parameters, undo)
+                self._build(parameters, optimizers, undo)
                 undo.pop_all()
             self._take_in(parameters, optimizers)
         except BaseException:
@@ -87,17 +88,22 @@ class Runtime:
 
     # -- building ----------------------------------------------------------------------------------
 
-    def _build(self, parameters: Parameters, undo: contextlib.ExitStack) -> None:
+    def _build(
+        self, parameters: Parameters, optimizers: Sequence[Optimizer], undo: contextlib.ExitStack
+    ) -> None:
         """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail on the
         way.
         """
         config = self.config
         page_size = config.page_bytes
-        self.budget = DeviceBudget(self.device, config, small_bytes=bill.small_bytes(parameters, self.model))
+        refusal = self._probe(parameters, optimizers)
+        self.budget = DeviceBudget(
+            self.device, config, small_bytes=bill.small_bytes(parameters, self.model, self._states)
+        )
         undo.callback(self.budget.close)
         self.space = AddressSpace(page_size)
         self.table = PageTable()
-        wanted = bill.training_state(parameters)
+        wanted = bill.training_state(parameters, self._states)
         arena_bytes = self.budget.arena_bytes(None) // page_size * page_size
         self.fitting: FittingModel | None = None
         fits = bool(wanted) and not config.checks.page_all and bill.fits(wanted, page_size, arena_bytes)
@@ -106,18 +112,22 @@ class Runtime:
         if fits:
             # All of it is as small as a tensor under a page is: ordinary, on the device, taken off the budget.
             small = Parameters(paged=[], small=[*parameters.paged, *parameters.small])
-            self.budget.small_bytes = bill.small_bytes(small, self.model)
+            self.budget.small_bytes = bill.small_bytes(small, self.model, self._states)
             wanted, arena_bytes = [], 0
-        bill.check_largest(wanted, page_size, arena_bytes, budget_bytes=self.budget.limit_bytes)
-        host_bytes, self.host_budget_bytes = bill.host_room(config, self.device, self.budget, parameters)
+        elif refusal is not None:
+            raise refusal
+        bill.check_largest(wanted, page_size, arena_bytes, self.budget)
+        host_bytes, self.host_budget_bytes = bill.host_room(
+            config, self.device, self.budget, parameters, self._states
+        )
         self.host = HostArena(page_size, self.device, max(host_bytes, 0))
         undo.callback(self.host.close)
         self.homes = Homes(self.space, self.table, self.host, None, page_size)
         disk_bytes = bill.disk_room(config)
-        self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=max(host_bytes, 0), disk_bytes=disk_bytes)
-        self.disk = self._open_disk(self.homes.disk_bytes_planned(wanted))
+        self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
         if self.disk is not None:
             undo.callback(self.disk.close)
+        self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=max(host_bytes, 0), disk_bytes=disk_bytes)
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )
@@ -128,7 +138,7 @@ class Runtime:
             self.model, self.mmu, self.homes, self.host, self.table, page_size=page_size, init=config.init
         )
         self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient)
-        self.planner = Planner(self.model, self.space.segments, self.table, page_size)
+        self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
         self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")
         self.boundary = StepBoundary(
@@ -145,6 +155,16 @@ class Runtime:
             self.paged.fits = True
             self.fitting = FittingModel(parameters, self.homes, self.device.torch_device, self._end_step)
             undo.callback(self.fitting.close)
+
+    def _probe(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> ConfigError | None:
+        """What states there will be, for the bill; or why these optimizers cannot be paged."""
+        names = {id(param): name for name, param in parameters.paged}
+        self._states: bill.States = {}
+        try:
+            self._states = check_optimizers(optimizers, names, self.device.torch_device)
+        except ConfigError as error:
+            return error
+        return None
 
     def _take_in(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
         """The model's and the optimizers' tensors go into pages. On failure they are as before, where they
@@ -166,10 +186,10 @@ class Runtime:
                 for optimizer in optimizers:
                     self.adopt(optimizer)
         except BaseException:
-            self._take_back()
+            self.close()
             self.paged.put_back(dict(places), optimizers)
             raise
-        report = self.homes.report(bill.training_state(parameters))
+        report = self.homes.report(bill.training_state(parameters, self._states))
         if self.fitting is not None:
             report = {"device": self.fitting.num_bytes, "host": 0, "disk": 0}
         logger.info(
@@ -182,19 +202,6 @@ class Runtime:
             self.engine.policy.name,
             self.planner.way,
         )
-
-    def _open_disk(self, planned_bytes: int) -> DiskFile | None:
-        if self.config.disk is None or planned_bytes == 0:
-            return None
-        page_size = self.config.page_bytes
-        disk = DiskFile(
-            self.config.disk,
-            page_size,
-            planned_bytes // page_size,
-            checksum=self.config.checks.happens_before,
-        )
-        self.homes.use_disk(disk)
-        return disk
 
     def _add_slabs(self, arena_bytes: int, wanted: list[Wanted]) -> None:
         page_size = self.config.page_bytes
@@ -293,7 +300,7 @@ class Runtime:
             raise BudgetError(
                 f"pager: one operation needs {', '.join(names[:6])} on the device together, {format_bytes(need)}; of "
                 f"device_budget = {format_bytes(self.budget.limit_bytes)} only {format_bytes(have)} are left for "
-                f"pages. Raise device_budget by at least {format_bytes(need - have)}."
+                f"pages. Raise device_budget by at least {format_bytes(need - have)}{self.budget.or_less_headroom()}."
             )
 
     def _fit_arena(self) -> None:
@@ -314,36 +321,49 @@ class Runtime:
         """The adopted form of a user's optimizer, made at first sight. Raises ConfigError where that cannot
         be.
         """
-        self.optimizers = [known for known in self.optimizers if known.alive]
         for known in self.optimizers:
-            if known.optimizer is optimizer:
+            if known.alive and known.optimizer is optimizer:
                 return known
-        taken = {id(b) for known in self.optimizers for b in known.bindings()}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if type(param) is PagedParameter and id(param._pager) in taken:
-                    raise ConfigError(
-                        f"two optimizers hold {param._pager.name}; several optimizers over one managed model must have "
-                        "disjoint parameters. Delete the old one first."
-                    )
+        self._forget_dead_optimizers()
+        shared = self._held_twice(optimizer)
+        if shared is not None:
+            gc.collect()  # an old one that a scheduler refers to dies no sooner
+            self._forget_dead_optimizers()
+            shared = self._held_twice(optimizer)
+        if shared is not None:
+            raise ConfigError(
+                f"two optimizers hold {shared}; several optimizers over one managed model must have "
+                "disjoint parameters. Delete the old one first."
+            )
         adopted = AdoptedOptimizer(
             optimizer,
             self.mmu,
             new_segment=self.paged.new_segment,
-            reserve=self.homes.reserve_host,
+            plan_states=self.homes.plan_states,
+            retire=self.paged.retire,
             end_step=self._optimizer_stepped,
+            torn=self.torn,
         )
         self.optimizers.append(adopted)
         self.planner.forget_plan()
         self._plan_update()
         return adopted
 
+    def _held_twice(self, optimizer: Optimizer) -> str | None:
+        """A parameter of ``optimizer`` that another one holds too."""
+        taken = {id(b) for known in self.optimizers for b in known.bindings()}
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        found = (p._pager for p in params if type(p) is PagedParameter and id(p._pager) in taken)
+        return next((binding.name for binding in found), None)
+
+    def _forget_dead_optimizers(self) -> None:
+        for known in self.optimizers:
+            if not known.alive:
+                known.retire_states()
+        self.optimizers = [known for known in self.optimizers if known.alive]
+
     def _optimizer_stepped(self, adopted: AdoptedOptimizer) -> None:
-        if id(adopted) in self._stepped:
-            self._stepped.clear()
-        self._stepped.add(id(adopted))
-        if all(id(known) in self._stepped for known in self.optimizers if known.alive):
-            self._stepped.clear()
+        if self._round.is_over(adopted, (known for known in self.optimizers if known.alive)):
             self._end_step()
 
     def _end_step(self) -> None:
@@ -366,6 +386,7 @@ class Runtime:
             **fields,
             resident_bytes=self.arena.resident_bytes + unpaged,
             peak_resident_bytes=self.arena.peak_resident_bytes + unpaged,
+            peak_device_process_bytes=self.budget.peak_process_bytes(),
             wired_bytes=wired,
             device_budget_bytes=self.budget.limit_bytes,
             host_bytes=self.host.reserved_bytes,
@@ -399,35 +420,5 @@ class Runtime:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ordinary parameters, gradients and optimizer states on the CPU again. Idempotent."""
-        if self.closed:
-            return
-        for adopted in self.optimizers:
-            if adopted.alive:
-                adopted.finish()
-        self.pagerd.close()
-        self.engine.raise_failure()
-        self.engine.drain()
-        self._take_back()
-
-    def _take_back(self) -> None:
-        self.closed = True
-        stand_in.unwatch(self.mmu)
-        self.pagerd.close()
-        for adopted in self.optimizers:
-            if adopted.alive:
-                adopted.close(lambda state: values.cpu_tensor(self.mmu, state, alias=True))
-        if self.fitting is not None:
-            self.fitting.close()
-        self.paged.take_out_model()
-        self.mmu.closed = True
-        self.mmu.end_step()
-        self.engine.drain()
-        self.budget.close()
-        for stream in (self.device.current_stream(), self.device.h2d, self.device.d2h):
-            stream.synchronize()
-        self.host.close()
-        if self.disk is not None:
-            self.disk.close()
-        self.arena.close()
-        self.device.close()
+        """Ordinary parameters, gradients and optimizer states on the CPU again; see `pager.closing`."""
+        self._closing.close()

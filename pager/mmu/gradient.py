@@ -138,16 +138,28 @@ class Gradients:
         gradient.
         """
         mmu = self._mmu
-        if _num_references(slot) > _UNSHARED and mmu.engine.has_value(slot.segment):
+
+        def value(slot: Binding) -> torch.Tensor:
             _, view = mmu.fault(slot, Phase.GRADIENT, what=f"keeping the old gradient of {slot.name}")
-            kept = slot.tensor
-            slot.versions_before = slot.version() + 1
-            slot.tensor = torch.empty(0, dtype=slot.segment.dtype, device=slot.phantom.device)
-            page_tensor(slot, PagedTensor)
-            with torch.inference_mode(False):
-                make_ordinary(kept, slot.original_class, view.clone())
-            del view
+            return view.clone()
+
+        let_go(slot, value)
         mmu.engine.discard(slot.segment)
+
+
+def let_go(slot: Binding, value_of: Callable[[Binding], torch.Tensor]) -> None:
+    """A gradient or state whose value will be gone: if the user holds its tensor, that becomes an ordinary one with
+    ``value_of(slot)``, and a new one stands in its place.
+    """
+    if _num_references(slot) <= _UNSHARED or not slot.mmu.engine.has_value(slot.segment):
+        return
+    with torch.inference_mode(False):
+        value = value_of(slot)
+    kept = slot.tensor
+    slot.versions_before = slot.version() + 1
+    slot.tensor = torch.empty(0, dtype=slot.segment.dtype, device=slot.phantom.device)
+    page_tensor(slot, PagedTensor)
+    make_ordinary(kept, slot.original_class, value)
 
 
 def _take(tensor: Any) -> None:

@@ -117,6 +117,6 @@ def unpage_tensor(binding: Binding, data: torch.Tensor) -> None:
 
 def make_ordinary(tensor: torch.Tensor, cls: type, data: torch.Tensor) -> None:
     """Take a paged tensor's door off: it is of ``cls`` and holds ``data``."""
-    del tensor._pager  # type: ignore[attr-defined]
-    tensor.__class__ = cls
     set_data(tensor, data)
+    tensor.__class__ = cls  # from here on it is out, whatever interrupts us
+    del tensor._pager  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,8 @@ from pager.page_table import Home
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
     from pager.address_space import Segment
     from pager.mmu.binding import Binding
@@ -46,22 +48,36 @@ class HomeAliases:
     def __init__(self, mmu: Mmu) -> None:
         self._mmu = mmu
         self._aliases: dict[int, list[_Alias]] = {}
+        # What storages over homes stand on: alive as long as any view of an alias is.
+        self._arrays: dict[int, list[weakref.ref[Any]]] = {}
         # Reentrant: garbage collection under it may run code of the user's that comes here.
         self._lock = threading.RLock()
 
     def __bool__(self) -> bool:
         return bool(self._aliases)
 
-    def share(self, segment: Segment, storage: torch.UntypedStorage) -> torch.Tensor:
+    def is_held(self, segment: Segment) -> bool:
+        """Whether an alias of the segment's home, or a view of one, is alive."""
+        with self._lock:
+            held = [ref for ref in self._arrays.pop(segment.index, ()) if ref() is not None]
+            if held:
+                self._arrays[segment.index] = held
+        return bool(held)
+
+    def share(self, segment: Segment, array: npt.NDArray[Any]) -> torch.Tensor:
         """A new tensor over the home of ``segment``, remembered as an alias.
 
-        Its storage is that of an alias which is alive, else ``storage``: tied names share one, so that
+        Its storage is that of an alias which is alive, else one over ``array``: tied names share one, so that
         torch.save writes it once.
         """
         with self._lock:
             aliases = self._aliases.setdefault(segment.index, [])
             alive = (alias.ref() for alias in aliases)
-            storage = next((known.untyped_storage() for known in alive if known is not None), storage)
+            storage = next((known.untyped_storage() for known in alive if known is not None), None)
+            if storage is None:
+                storage = torch.from_numpy(array).untyped_storage()
+                known_arrays = [ref for ref in self._arrays.get(segment.index, ()) if ref() is not None]
+                self._arrays[segment.index] = [*known_arrays, weakref.ref(array)]
             tensor = strided_view(storage, segment.dtype, segment.size, segment.stride)
             aliases.append(_Alias(weakref.ref(tensor), tensor._version))
         return tensor
@@ -160,11 +176,9 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
     data = cpu_bytes(mmu, binding)
     if not alias and int(mmu.engine.table.home[segment.first_page]) == Home.HOST:
         data = data.clone()
-    else:
-        # A storage of its own, or torch.save would write the whole arena.
-        data = torch.from_numpy(data.numpy())
     if alias and int(mmu.engine.table.home[segment.first_page]) == Home.HOST:
-        return mmu.aliases.share(segment, data.untyped_storage())
+        # A storage of its own, or torch.save would write the whole arena.
+        return mmu.aliases.share(segment, data.numpy())
     return strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
 
 

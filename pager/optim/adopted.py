@@ -4,6 +4,7 @@ redirected.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,18 +13,24 @@ import torch
 from torch.optim import Optimizer
 
 from pager.errors import ConfigError, PagerInternalError
+from pager.homes import Wanted, state_name
 from pager.mmu import values
 from pager.mmu.binding import Binding
+from pager.mmu.gradient import let_go
 from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor
 from pager.optim import state_dict
-from pager.optim.probe import ProbeResult, admit, probe_key
+from pager.optim.probe import Cut, ProbeResult, admit, probe_key
 from pager.optim.shadow import move_state
+from pager.optim.torn import Torn
 from pager.optim.update import Update
+from pager.page_table import Home
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
     from pager.engine.engine import Engine
     from pager.mmu.mmu import Mmu
+
+logger = logging.getLogger("pager.optim")
 
 # A unit of the update may fill this share of the arena, so that the next ones can arrive while it is
 # computed.
@@ -38,8 +45,9 @@ _WHOLE_SHARE = 3
 class AdoptedOptimizer:
     """One optimizer over (some of) one managed model's parameters.
 
-    ``new_segment`` makes a segment with a place at its home; ``reserve`` maps host memory for segments of
-    these sizes; ``end_step`` is called when a user's step is over. The optimizer is not kept alive.
+    ``new_segment`` makes a segment with a place at its home; ``plan_states`` gives states homes and reserves
+    room there; ``retire`` frees those of a binding that is no more; ``end_step`` is called when a user's step is
+    over. The optimizer is not kept alive.
     """
 
     def __init__(
@@ -48,16 +56,22 @@ class AdoptedOptimizer:
         mmu: Mmu,
         *,
         new_segment: Callable[..., Segment],
-        reserve: Callable[[list[int]], None],
+        plan_states: Callable[[list[Wanted]], None],
+        retire: Callable[[Binding], None],
         end_step: Callable[[AdoptedOptimizer], None],
+        torn: Torn,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.mmu = mmu
         self.engine: Engine = mmu.engine
         self._new_segment = new_segment
-        self._reserve = reserve
+        self._plan_states = plan_states
+        self._retire = retire
         self._end_step = end_step
-        self._states: dict[int, dict[str, Binding]] = {}
+        self.torn = torn
+        # By the parameter's binding: its segment changes with its dtype or layout.
+        self._states: dict[Binding, dict[str, Binding]] = {}
+        self._is_adopted = False
         self._probed: dict[Any, ProbeResult] = {}
         self.update: Update | None = None
         self._gradients_seen = -1
@@ -66,6 +80,7 @@ class AdoptedOptimizer:
             self._make_room(binding, result)
         self.page_existing_state()
         self._hooks += state_dict.install(self)
+        self._is_adopted = True
 
     @property
     def alive(self) -> bool:
@@ -113,12 +128,18 @@ class AdoptedOptimizer:
                 binding = self.binding_of(param)
                 if binding is not None:
                     found.append((binding, self.probed(group, binding)))
-        needs = [
-            binding.segment.num_bytes // binding.segment.dtype.itemsize * dtype.itemsize
-            for binding, result in found
-            for dtype in result.state_dtypes.values()
-        ]
-        self._reserve(needs)
+        self._plan_states(
+            [
+                Wanted(
+                    "state",
+                    state_name(binding.name, ordinal),
+                    binding.segment.num_bytes // binding.segment.dtype.itemsize * dtype.itemsize,
+                )
+                for binding, result in found
+                if binding.tensor.requires_grad
+                for ordinal, dtype in enumerate(result.state_dtypes.values())
+            ]
+        )
         return found
 
     def _make_room(self, binding: Binding, result: ProbeResult) -> None:
@@ -131,20 +152,37 @@ class AdoptedOptimizer:
 
     def probed(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
         """How this optimizer may be cut with these group values. Raises ConfigError for coupled ones."""
-        key = probe_key(group, binding.segment.dtype)
+        dtype = binding.segment.dtype
+        live = self.optimizer.state.get(binding.tensor, {}).items()
+        others = [(k, str(v.dtype)) for k, v in live if type(v) is PagedTensor and v.dtype != dtype]
+        key = (*probe_key(group, dtype), tuple(sorted(others)))
         found = self._probed.get(key)
         if found is None:
-            device = self.engine.device.torch_device
-            found = admit(self.optimizer, group, binding.tensor, binding.segment.dtype, device)
-            self._probed[key] = found
+            found = self._probed[key] = self._probe(group, binding)
         return found
+
+    def _probe(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
+        device = self.engine.device.torch_device
+        try:
+            return admit(self.optimizer, group, binding.tensor, binding.segment.dtype, device)
+        except ConfigError as error:
+            if not self._is_adopted or error.__cause__ is None:
+                raise
+            # It worked before the model was converted, or the group changed: let step() raise what it raises.
+            return ProbeResult(cut=Cut.WHOLE_TENSOR, state_dtypes={}, writes_gradients=True)
 
     def unit_elements(self, binding: Binding, probed: ProbeResult) -> int:
         """Elements of a slice: aligned to pages in every dtype involved, small enough that several fit the
         device.
         """
         segment = binding.segment
-        sizes = [segment.dtype.itemsize] * 2 + [dtype.itemsize for dtype in probed.state_dtypes.values()]
+        dtypes = [state.segment.dtype for state in self.paged_states(binding).values()]
+        dtypes += [
+            dtype for key, dtype in probed.state_dtypes.items() if key not in self.paged_states(binding)
+        ]
+        slot = binding.gradient
+        dtypes.append(segment.dtype if slot is None else slot.segment.dtype)
+        sizes = [segment.dtype.itemsize, *(dtype.itemsize for dtype in dtypes)]
         align = segment.page_size // min(sizes)
         room = self.engine.arena.capacity_bytes // _UNIT_SHARE // sum(sizes)
         wanted = min(room, UNIT_BYTES // segment.dtype.itemsize)
@@ -158,29 +196,53 @@ class AdoptedOptimizer:
 
     def paged_states(self, binding: Binding) -> dict[str, Binding]:
         """The parameter's paged states by key; do not change it."""
-        return self._states.setdefault(binding.segment.index, {})
+        return self._states.setdefault(binding, {})
 
     def make_state(self, binding: Binding, key: str, dtype: torch.dtype) -> Binding:
-        """The binding of a state shaped like the parameter, made if need be."""
+        """The binding of a state in the parameter's shape and layout, made if need be; another one's value is lost."""
         states = self.paged_states(binding)
         state = states.get(key)
-        if state is not None and state.segment.dtype == dtype:
-            return state
         if state is not None:
-            self.engine.discard(state.segment)
+            if state.segment.dtype == dtype and state.segment.stride == binding.segment.stride:
+                return state
+            self._drop(state)
         segment = self._new_segment(
             name=f"{binding.name}.{key}",
             kind="state",
             size=binding.segment.size,
             stride=binding.segment.stride,
             dtype=dtype,
+            # One that takes another's place, in another dtype, was not planned.
+            planned_as=state_name(binding.name, len(states)) if state is None else None,
         )
         tensor = torch.empty(0, dtype=dtype, device=self.engine.device.torch_device)
         state = Binding(self.mmu, segment, tensor, torch.Tensor)
         self.mmu.bind(state)
         page_tensor(state, PagedTensor)
         states[key] = state
+        if Home(int(self.engine.table.home[segment.first_page])) is Home.DEVICE:
+            # Its frames are taken now, while they lie together.
+            whole = (segment, 0, segment.num_pages, True)
+            self.engine.release(self.engine.acquire_all([whole], f"making {segment.name}")[0])
         return state
+
+    def fit_states(self, binding: Binding, probed: ProbeResult) -> None:
+        """Room for states that have no value yet follows the parameter's dtype and layout."""
+        live = self.optimizer.state.get(binding.tensor, {})
+        states = self.paged_states(binding)
+        for key in [key for key in probed.state_dtypes if key in states and key not in live]:
+            self.make_state(binding, key, probed.state_dtypes[key])
+
+    def retire_states(self) -> None:
+        """The user's optimizer is gone: so are its states."""
+        for states in self._states.values():
+            while states:
+                self._drop(states.popitem()[1])
+
+    def _drop(self, state: Binding) -> None:
+        """Give up a state. Who holds its tensor keeps the value, as in torch."""
+        let_go(state, lambda kept: values.cpu_tensor(self.mmu, state, alias=False).to(kept.phantom.device))
+        self._retire(state)
 
     def is_param_shaped(self, binding: Binding, value: Any) -> bool:
         """Whether a state value is paged: a tensor of the parameter's shape."""
@@ -217,6 +279,7 @@ class AdoptedOptimizer:
         if self.update is not None and self.mmu.gradients.generation != self._gradients_seen:
             self.finish()
             self.update = None
+        self.torn.check()
         if self.update is None:
             self.engine.raise_failure()
             self.update = Update(self)
@@ -224,8 +287,8 @@ class AdoptedOptimizer:
             with self.engine.lock:
                 self.engine.timeline.begin_update()
 
-    def finish(self) -> None:
-        """Carry the step under way to its end."""
+    def finish(self, *, in_step: bool = False) -> None:
+        """Carry the step under way to its end. What the user's class raises is raised ``in_step`` only."""
         update = self.update
         if update is None or not update.todo:
             return
@@ -233,28 +296,55 @@ class AdoptedOptimizer:
         others = [finish for finish in self.mmu.unfinished if finish != self.finish]
         self.mmu.unfinished = []
         try:
-            update.finish()
+            self._run(update, in_step=in_step)
         except BaseException:
-            update.keep_gradients()
-            others.append(self.finish)
+            if update.todo:
+                update.keep_gradients()
+                others.append(self.finish)
             raise
         finally:
             self.mmu.unfinished = others
 
+    def _run(self, update: Update, *, in_step: bool) -> None:
+        while update.todo:
+            try:
+                update.finish()
+            except Exception as error:
+                if not update.refused:
+                    raise
+                if not update.committed or update.num_refusals > 1:
+                    self.give_up(error)
+                    if in_step and update.committed:
+                        self.torn.check()
+                if in_step:
+                    raise
+
+    def give_up(self, error: Exception) -> None:
+        """Drop what is left of the step under way; with a part of it done the model is torn."""
+        update, self.update = self.update, None
+        self.mmu.unfinished = [finish for finish in self.mmu.unfinished if finish != self.finish]
+        if update is None or not update.todo:
+            return
+        update.todo.clear()
+        name = update.optimizer_class.__name__
+        what = f"{name}.step() was given up after {type(error).__name__}: {error}."
+        logger.warning("%s %s", what, "It was half done." if update.committed else "Nothing was done yet.")
+        if update.committed:
+            self.torn.mark(what)
+
     def end_step(self) -> None:
         """``step()`` is over: everything is updated."""
-        self.finish()
+        self.finish(in_step=True)
         self.update = None
         self._end_step(self)
 
     def close(self, tensor_of: Callable[[Binding], torch.Tensor]) -> None:
         """Give the optimizer ordinary state tensors again and take our hooks off."""
         self.finish()
-        for hook in self._hooks:
-            hook.remove()
-        for binding in self.bindings():
-            state = self.optimizer.state.get(binding.tensor, {})
-            for key, value in state.items():
-                if type(value) is PagedTensor:
+        for state in self.optimizer.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if type(value) is PagedTensor and value._pager.mmu is self.mmu:
                     state[key] = tensor_of(value._pager)
         move_state(self.optimizer, torch.device("cpu"))
+        for hook in self._hooks:
+            hook.remove()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pager.graph.access_trace import AccessRow, Phase
-from pager.optim.probe import Cut
+from pager.optim.probe import Cut, ProbeResult
 from pager.units import ceil_div
 
 if TYPE_CHECKING:
@@ -41,13 +41,29 @@ def cut(adopted: AdoptedOptimizer, group: Mapping[str, Any], binding: Binding) -
     """The slices in which ``adopted`` updates a parameter with these group values."""
     segment = binding.segment
     probed = adopted.probed(group, binding)
-    if probed.cut is not Cut.SLICEABLE or not segment.dense:
+    if probed.cut is not Cut.SLICEABLE or not segment.dense or not _slices_match(adopted, binding, probed):
         return [Slice(0, segment.num_elements, True)]
     step = adopted.unit_elements(binding, probed)
     return [
         Slice(begin, min(begin + step, segment.num_elements), False)
         for begin in range(0, segment.num_elements, step)
     ]
+
+
+def _slices_match(adopted: AdoptedOptimizer, binding: Binding, probed: ProbeResult) -> bool:
+    """Whether a slice is the same elements of parameter, gradient and states, and the states keep their dtypes.
+
+    Not so after a conversion in mid-training (channels_last): states keep the layout they have, as in torch.
+    """
+    segment = binding.segment
+    states = adopted.paged_states(binding)
+    others = [state.segment for state in states.values()]
+    if binding.gradient is not None:
+        others.append(binding.gradient.segment)
+    return all(other.stride == segment.stride for other in others) and all(
+        probed.state_dtypes.get(key, state.segment.dtype) == state.segment.dtype
+        for key, state in states.items()
+    )
 
 
 def unit_ranges(adopted: AdoptedOptimizer, binding: Binding, piece: Slice) -> list[tuple[Segment, int, int]]:

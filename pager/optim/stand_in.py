@@ -69,7 +69,7 @@ class _Call:
         if self._empty_groups is None:
             # Not before: the user's own hooks before the step may still change gradients and group values.
             self.adopted.begin_step()
-            self.adopted.finish()
+            self.adopted.finish(in_step=True)
             self._empty_groups = [{**group, "params": []} for group in self.adopted.optimizer.param_groups]
         return self._empty_groups
 
@@ -124,6 +124,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if adopt is None:
         return None
     adopted = adopt(optimizer)
+    adopted.torn.check()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     call = _Call(adopted, closure)
     if closure is not None:

@@ -97,3 +97,4 @@ def _take(adopted: AdoptedOptimizer) -> None:
         for key, old in adopted.paged_states(binding).items():
             if key not in state:
                 adopted.engine.discard(old.segment)
+    adopted.torn.clear()

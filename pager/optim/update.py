@@ -13,7 +13,9 @@ cannot be cut; or all the small tensors together). Each unit goes through
 4. commit     the results are copied into the pages, which are dirty from then on
 5. done
 
-An exception or an interrupt before 4 leaves the unit as if it never began; in 4 the staged results are
+What the user's class raises is raised from ``step()``. With nothing committed the step is then as if never begun;
+else the rest is tried once more, at the next access, and then given up (`pager.optim.torn`). Any other exception or
+interrupt before 4 leaves the unit as if it never began; in 4 the staged results are
 committed again. So a step that was interrupted is finished later from where it stood, with the gradients and
 group values it began with, and never repeated. The copies cost device bandwidth (terabytes a second) where
 the link (tens of gigabytes) is the wall.
@@ -31,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pager.errors import PagerError
 from pager.graph.access_trace import Phase
 from pager.mmu.binding import Binding, strided_view
 from pager.optim.schedule import Slice, cut, unit_ranges
@@ -51,6 +54,12 @@ class Update:
     def __init__(self, adopted: AdoptedOptimizer) -> None:
         optimizer = adopted.optimizer
         self.adopted = adopted
+        # Not to be lost in mid-step, though its user may drop it.
+        self._keeps_alive: Optimizer | None = optimizer
+        # Whether values of this step are in pages; whether, and how often, it was the user's class that raised.
+        self.committed = False
+        self.refused = False
+        self.num_refusals = 0
         self.optimizer_class: type[Optimizer] = type(optimizer)
         self.step = raw_step(optimizer)
         self.attributes = snapshot_attributes(optimizer)
@@ -84,6 +93,7 @@ class Update:
     def _cut(self, group_index: int, binding: Binding) -> list[_PagedUnit]:
         group = self.groups[group_index]
         self.writes_gradients |= self.adopted.probed(group, binding).writes_gradients
+        self.adopted.fit_states(binding, self.adopted.probed(group, binding))
         pieces = cut(self.adopted, group, binding)
         progress = _Progress(binding, group_index, num_units=len(pieces))
         return [_PagedUnit(progress, piece) for piece in pieces]
@@ -96,10 +106,12 @@ class Update:
 
     def finish(self) -> None:
         """Do what is left to do. May be called again after an exception."""
+        self.refused = False
         with torch.no_grad():
             while self.todo:
                 self.todo[0].run(self)
                 self.todo.popleft()
+        self._keeps_alive = None
 
     def run_class(
         self, group_index: int, params: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]
@@ -111,7 +123,13 @@ class Update:
             [(snapshot_group(self.groups[group_index]), params)],
             dict(zip(params, states, strict=True)),
         )
-        self.step(shadow)
+        try:
+            self.step(shadow)
+        except Exception as error:
+            # Short of memory, it can be done later.
+            self.refused = not isinstance(error, (PagerError, torch.OutOfMemoryError, MemoryError))
+            self.num_refusals += self.refused
+            raise
         return [shadow.state[param] for param in params]
 
 
@@ -138,6 +156,7 @@ class _SmallUnit:
     def run(self, update: Update) -> None:
         if self.staged is None:
             self.staged = self._compute(update)
+        update.committed = True
         for param, result, state in self.staged:
             param.copy_(result)
             if update.writes_gradients and param.grad is not None and result.grad is not None:
@@ -209,6 +228,7 @@ class _PagedUnit:
             ]
             if self.staged is None:
                 self.staged = self._compute(update, views)
+            update.committed = True
             self._commit(update, runs, views, dict(zip(states, range(2, len(runs)), strict=True)))
         finally:
             # A traceback keeps this call's variables alive, and must not keep pages pinned.
@@ -263,7 +283,7 @@ class _PagedUnit:
         for key, value in new_state.items():
             if not isinstance(value, torch.Tensor) or value.shape != result.shape or value.dim() == 0:
                 continue
-            if key in places:
+            if key in places and views[places[key]].dtype == value.dtype:
                 view, run = views[places[key]], runs[places[key]]
             else:
                 state = adopted.make_state(binding, key, value.dtype)

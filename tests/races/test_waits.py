@@ -35,9 +35,9 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("engine/transfer.py:Transfers.home_bytes:synchronize#1", None, scenarios.read_a_home_being_written),
     ("engine/transfer.py:Transfers.home_bytes:synchronize#2", None, scenarios.store_over_a_page_in),
     ("engine/transfer.py:Transfers.forget:synchronize", None, scenarios.reuse_the_home_of_a_retired_segment),
-    ("runtime.py:Runtime._take_back:synchronize", "compute", scenarios.close_after_a_forward),
-    ("runtime.py:Runtime._take_back:synchronize", "h2d", scenarios.close_with_a_page_in_under_way),
-    ("runtime.py:Runtime._take_back:synchronize", "d2h", scenarios.close_with_a_page_out_under_way),
+    ("closing.py:Closing._synchronize:synchronize", "compute", scenarios.close_after_a_forward),
+    ("closing.py:Closing._synchronize:synchronize", "h2d", scenarios.close_with_a_page_in_under_way),
+    ("closing.py:Closing._synchronize:synchronize", "d2h", scenarios.close_with_a_page_out_under_way),
     (
         "tiers/device_arena.py:DeviceArena.remove_slab:synchronize",
         None,

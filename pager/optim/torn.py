@@ -1,0 +1,37 @@
+"""A model of which some parameters are a step ahead of the others.
+
+That happens in one way only: a user's optimizer class raises in the middle of a step, and again when the rest of the
+step is tried once more. What is committed stays, the rest is given up. The values can be read and saved; training on
+from them is refused until values are loaded.
+"""
+
+from __future__ import annotations
+
+from pager.errors import TornStateError
+
+
+class Torn:
+    """Whether one managed model is torn, and what tore it."""
+
+    def __init__(self) -> None:
+        # Text, not the exception: its traceback would keep the tensors of a step alive.
+        self._what = ""
+
+    def __bool__(self) -> bool:
+        return bool(self._what)
+
+    def mark(self, what: str) -> None:
+        """From now on :meth:`check` raises, telling ``what`` happened."""
+        self._what = self._what or what
+
+    def clear(self) -> None:
+        """Values were loaded."""
+        self._what = ""
+
+    def check(self) -> None:
+        """Raise TornStateError if the model is torn."""
+        if self._what:
+            raise TornStateError(
+                f"{self._what} Some parameters have taken that step and others have not. They can be read, saved and "
+                "closed; to train on, load a state dict into the model or the optimizer (load_state_dict)."
+            )
