@@ -105,5 +105,4 @@ def test_the_table_of_knobs_names_knobs() -> None:
     fields = {field.name for field in dataclasses.fields(pager.Config)}
     table = README.partition("## Knobs")[2].partition("## ")[0]
     knobs = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert len(knobs) >= 8
-    assert set(knobs) <= fields
+    assert set(knobs) == fields - {"checks"}  # those are for tests

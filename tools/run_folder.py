@@ -29,6 +29,10 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def discard(self) -> None:
+        """Remove the folder: there was no run."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     def write_text(self, name: str, text: str) -> Path:
         """Write ``text`` to the file ``name``. Raises CommandFailed where the system refuses."""
         return self.write_bytes(name, text.encode())

@@ -87,7 +87,11 @@ def _train_managed(
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
     inputs, targets = next(iter(batches))
     example = (torch.from_numpy(inputs), torch.from_numpy(targets))
-    pager.manage(model, optimizer, example_inputs=example, **job.knobs)
+    try:
+        pager.manage(model, optimizer, example_inputs=example, **job.knobs)
+    except pager.ConfigError:  # wrong use that only the machine could tell, such as a GPU that is not there
+        folder.discard()
+        raise
     handle: Handle = model.pager  # type: ignore[assignment]  # torch types every attribute of a module
     record = TrainingRecord()
     status = "failed"

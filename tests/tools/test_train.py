@@ -163,8 +163,7 @@ def test_bad_input_is_one_line_before_any_training(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error)
-    if "--disk" in argv:
-        assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", ["--seed", "--steps", "--batch", "--seq"])
