@@ -10,7 +10,7 @@
     |   |-- TierIOError       the operating system refused; keeps errno (also OSError)
     |   `-- CorruptPage       bytes read are not the bytes written
     |-- PagerClosed           the handle was used after ``close()``
-    |-- TornStateError        an update stopped half way on the only copy of a tensor
+    |-- TornStateError        an update was given up half way; load a state dict
     `-- PagerInternalError    a bug of ours
         `-- RaceError         two accesses to a frame that nothing orders
 
@@ -67,7 +67,10 @@ class PagerClosed(PagerError):
 
 
 class TornStateError(PagerError):
-    """An update was interrupted in a place from which neither the old nor the new values can be had."""
+    """Some parameters are a step ahead of others, since the optimizer's class raised twice in the middle of a step.
+
+    Raised by ``step()`` until a state dict is loaded; reading, saving and closing work.
+    """
 
 
 class PagerInternalError(PagerError):

@@ -327,6 +327,7 @@ class Runtime:
         self._forget_dead_optimizers()
         shared = self._held_twice(optimizer)
         if shared is not None:
+            self.mmu.before_access()  # a step that was interrupted keeps its optimizer
             gc.collect()  # an old one that a scheduler refers to dies no sooner
             self._forget_dead_optimizers()
             shared = self._held_twice(optimizer)

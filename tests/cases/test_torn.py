@@ -180,6 +180,21 @@ def test_an_optimizer_dropped_in_mid_step_still_finishes() -> None:
     model.pager.close()
 
 
+def test_an_optimizer_dropped_in_mid_step_can_be_replaced() -> None:
+    case, model, optimizer, _ = prepared(4, times=1, error=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    del optimizer
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    other.step()
+    plain = models.make_mlp(depth=2)
+    train(plain, plain.model, Picky(plain.model.parameters()), range(2))
+    torch.optim.SGD(plain.model.parameters(), lr=0.1).step()
+    model.pager.close()
+    check_equal(dict(plain.model.state_dict()), dict(model.state_dict()), "both steps")
+    assert case.model is model
+
+
 # -- close -----------------------------------------------------------------------------------------
 
 
