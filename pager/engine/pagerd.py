@@ -234,7 +234,8 @@ class Pagerd:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        if self._thread is not None:
+        # A handle that nobody refers to may be collected, and closed, on this very thread.
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
 
