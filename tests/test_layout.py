@@ -36,7 +36,7 @@ EXPORTED = {
 
 # Inside pager/ an import goes to the same or an earlier row, never to a later one.
 LAYERS = (
-    ("errors", "units", "columns", "config", "statistics", "host_limit"),
+    ("errors", "units", "columns", "config", "statistics", "host_limit", "interrupts"),
     ("address_space", "page_table"),
     ("tiers", "device"),
     ("engine", "homes", "device_budget"),

@@ -61,7 +61,7 @@ def raw_version(tensor: torch.Tensor) -> int:
 class Binding:
     """A paged tensor's segment, its phantom, and how many operations use it now.
 
-    ``uses`` and the swap of ``tensor.data`` belong together: the first use points the tensor at its frames,
+    ``users`` and the swap of ``tensor.data`` belong together: the first use points the tensor at its frames,
     the last one back at the phantom. The MMU's lock guards both.
     """
 
@@ -72,9 +72,10 @@ class Binding:
         "mmu",
         "original_class",
         "phantom",
+        "pointed",
         "segment",
         "tensor",
-        "uses",
+        "users",
         "versions_before",
     )
 
@@ -85,7 +86,10 @@ class Binding:
         self._take(segment)
         self.gradient: Binding | None = None
         self.hook: torch.utils.hooks.RemovableHandle | None = None
-        self.uses = 0
+        # The operations that use the tensor now, and whether it points at its frames. A set, so that leaving twice,
+        # or without having quite entered, does no harm.
+        self.users: set[object] = set()
+        self.pointed = False
         # Versions counted by tensors that stood here before, so that a saved version never fits another
         # tensor.
         self.versions_before = 0

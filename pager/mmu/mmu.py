@@ -17,6 +17,7 @@ import torch
 from pager.errors import ConfigError, PagerClosed
 from pager.graph.access import can_see_hooks_beneath, current_phase
 from pager.graph.access_trace import Phase
+from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
 from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
@@ -76,8 +77,10 @@ class Mmu:
         inside.
         """
         name = getattr(func, "__name__", "an operation")
-        leases = self.enter(bindings, name)
+        use = object()
+        leases: list[torch.Tensor] = []
         try:
+            leases += self.enter(bindings, name, use)
             with NoTorchFunction():
                 if name.startswith(_WRITES_UNCOUNTED):
                     return _count_writes(bindings, func, args, kwargs)
@@ -88,7 +91,7 @@ class Mmu:
                 with saving_frames(frames):
                     return func(*args, **kwargs)
         finally:
-            self.exit(bindings)
+            self.exit(bindings, use)
             leases.clear()  # a traceback may keep this frame alive
 
     def before_access(self) -> None:
@@ -96,8 +99,11 @@ class Mmu:
         for finish in tuple(self.unfinished):
             finish()
 
-    def enter(self, bindings: Sequence[Binding], what: str) -> list[torch.Tensor]:
-        """Make the tensors resident and point them at their frames; returns the leases that hold them."""
+    def enter(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
+        """Make the tensors resident and point them at their frames; returns the leases that hold them.
+
+        ``use`` stands for the operation until ``exit``, which must be called even if this raises.
+        """
         self._check_open()
         self.before_access()
         wanted = [(binding.segment, 0, binding.segment.num_pages, False) for binding in bindings]
@@ -105,22 +111,23 @@ class Mmu:
             self.aliases.settle(bindings)
         self.note(bindings, current_phase())
         self._check_values(bindings, what)
-        runs = self.engine.acquire_all(wanted, what)
-        with _ordinary_tensors():
-            leases = [self.engine.lease(run) for run in runs]
+        with uninterrupted(), _ordinary_tensors():
+            leases = [self.engine.lease(run) for run in self.engine.acquire_all(wanted, what)]
             with self.lock:
                 for binding, lease in zip(bindings, leases, strict=True):
-                    binding.uses += 1
-                    if binding.uses == 1:
+                    binding.users.add(use)
+                    if not binding.pointed:
                         binding.point_at(binding.typed(lease))
+                        binding.pointed = True
         return leases
 
-    def exit(self, bindings: Sequence[Binding]) -> None:
-        """Point the tensors that nobody else uses back at their phantoms."""
-        with self.lock:
+    def exit(self, bindings: Sequence[Binding], use: object) -> None:
+        """Point the tensors that nobody else uses back at their phantoms. Does nothing a second time."""
+        with uninterrupted(), self.lock:
             for binding in bindings:
-                binding.uses -= 1
-                if binding.uses == 0:
+                binding.users.discard(use)
+                if not binding.users and binding.pointed:
+                    binding.pointed = False
                     binding.point_at(binding.phantom)
 
     def note(self, bindings: Sequence[Binding], phase: int, *, write: bool = False) -> None:
@@ -157,8 +164,8 @@ class Mmu:
             self.aliases.settle([binding])
         self.note([binding], phase, write=overwrite or phase == Phase.GRADIENT)
         segment = binding.segment
-        run = self.engine.acquire_all([(segment, 0, segment.num_pages, overwrite)], what)[0]
-        with _ordinary_tensors():
+        with uninterrupted(), _ordinary_tensors():
+            run = self.engine.acquire_all([(segment, 0, segment.num_pages, overwrite)], what)[0]
             return run, binding.typed(self.engine.lease(run))
 
     def fault_saved(
@@ -170,11 +177,11 @@ class Mmu:
             self.aliases.settle([binding])
         segment = binding.segment
         self.note([binding], Phase.BACKWARD)
-        run = self.engine.acquire_all(
-            [(segment, 0, segment.num_pages, False)], f"backward through {segment.name}"
-        )[0]
-        with _ordinary_tensors():
-            lease = self.engine.lease(run)
+        what = f"backward through {segment.name}"
+        with uninterrupted(), _ordinary_tensors():
+            lease = self.engine.lease(
+                self.engine.acquire_all([(segment, 0, segment.num_pages, False)], what)[0]
+            )
             return strided_view(lease.untyped_storage(), dtype, size, stride, offset)
 
     def escape(self, binding: Binding) -> torch.Tensor:
@@ -206,15 +213,17 @@ class Mmu:
     @contextlib.contextmanager
     def resident(self, bindings: Sequence[Binding]) -> Iterator[None]:
         """The tensors stay on the device and pointed at their frames; writes by raw pointer are kept."""
-        leases = self.enter(bindings, "resident()")
+        use = object()
+        leases: list[torch.Tensor] = []
         try:
+            leases += self.enter(bindings, "resident()", use)
             with self.engine.lock:
                 for binding in bindings:
                     for run in self.engine.runs_of(binding.segment):
                         run.escaped = True
             yield
         finally:
-            self.exit(bindings)
+            self.exit(bindings, use)
             leases.clear()
             self.engine.drain()
 

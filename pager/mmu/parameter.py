@@ -94,11 +94,13 @@ def _access_of_several_models(
     mmu = bindings[0].mmu
     own = [binding for binding in bindings if binding.mmu is mmu]
     others = [binding for binding in bindings if binding.mmu is not mmu]
-    leases = mmu.enter(own, getattr(func, "__name__", "an operation"))
+    use = object()
+    leases: list[torch.Tensor] = []
     try:
+        leases += mmu.enter(own, getattr(func, "__name__", "an operation"), use)
         return others[0].mmu.run(others, func, args, kwargs)
     finally:
-        mmu.exit(own)
+        mmu.exit(own, use)
         leases.clear()
 
 

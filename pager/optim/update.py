@@ -35,6 +35,7 @@ import torch
 
 from pager.errors import PagerError
 from pager.graph.access_trace import Phase
+from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, strided_view
 from pager.optim.schedule import Slice, cut, unit_ranges
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes, snapshot_group
@@ -218,8 +219,9 @@ class _PagedUnit:
             engine.timeline.new_tick()
             for segment, first, num_pages in ranges:
                 engine.timeline.access(segment.index, first, num_pages, write=True, phase=Phase.UPDATE)
-        runs = engine.acquire_all(wanted, f"the update of {binding.name}")
-        leases = [engine.lease(run) for run in runs]
+        with uninterrupted():
+            runs = engine.acquire_all(wanted, f"the update of {binding.name}")
+            leases = [engine.lease(run) for run in runs]
         views: list[torch.Tensor] = []
         try:
             views += [
@@ -288,8 +290,9 @@ class _PagedUnit:
             else:
                 state = adopted.make_state(binding, key, value.dtype)
                 wanted = (state.segment, *self.piece.pages(state.segment), True)
-                run = engine.acquire_all([wanted], f"the update of {binding.name}")[0]
-                view = self._view(engine.lease(run), run, state.segment)
+                with uninterrupted():
+                    run = engine.acquire_all([wanted], f"the update of {binding.name}")[0]
+                    view = self._view(engine.lease(run), run, state.segment)
             view.copy_(value)
             engine.mark_dirty(run)  # states have no version: nobody saves them for backward
 

@@ -1,0 +1,113 @@
+"""Ctrl-C between any two lines of the runtime: it is raised, and training goes on as if it had come a moment earlier."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pager
+from pager.config import Checks
+from pager.interrupts import uninterrupted
+from pager.mmu.binding import Binding
+from pager.page_table import PageTable
+
+X = torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def make_managed() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = make()
+    checks = Checks(daemon="inline", poison=True, streams="late", happens_before=True)
+    pager.manage(model, optimizer, device="cpu", device_budget="320KiB", page_size="16KiB", checks=checks)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    loss: Tensor = model(X).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def interrupt_at(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, hit: Callable[[], None]
+) -> None:
+    """Run ``hit`` inside the ``call``-th call of ``owner.name``, after its work."""
+    original = getattr(owner, name)
+    calls = [0]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls[0] += 1
+        if calls[0] == call:
+            hit()
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def check_goes_on(model: nn.Module, optimizer: torch.optim.Optimizer, plain: Any, done: int) -> None:
+    twin, twin_optimizer = plain
+    losses = [step(twin, twin_optimizer) for _ in range(done + 3)]
+    optimizer.zero_grad()
+    for expected in losses[done:]:
+        assert torch.equal(step(model, optimizer), expected)
+    handle: Any = model.pager
+    handle.close()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("call", range(1, 7))
+@pytest.mark.parametrize("name", ["typed", "point_at"])
+def test_an_error_while_a_tensor_is_pointed_at_its_frames(
+    name: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that no signal handler could hold back leaves no tensor without its values."""
+    model, optimizer = make_managed()
+    step(model, optimizer)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, Binding, name, call, raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(X).square().mean().backward()
+    check_goes_on(model, optimizer, make(), done=1)
+
+
+@pytest.mark.parametrize("verb", ["begin_page_in", "end_page_in", "materialize", "pin", "unpin", "evict"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_inside_the_page_table(verb: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real SIGINT while records change is raised once they agree again."""
+    model, optimizer = make_managed()
+    step(model, optimizer)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, PageTable, verb, call, lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            model(X).square().mean().backward()
+    check_goes_on(model, optimizer, make(), done=1)
+
+
+def test_an_interrupt_is_delivered_when_the_block_is_left() -> None:
+    seen = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            with uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+                seen.append("inner")
+            seen.append("outer")
+    assert seen == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
