@@ -207,8 +207,9 @@ class Mmu:
         self._held.append(tensor)
 
     def end_step(self) -> None:
-        """Drop what was held to the end of the step."""
+        """Drop what was held to the end of the step; show its values in state dicts that are held."""
         self._held.clear()
+        self.aliases.refresh()
 
     @contextlib.contextmanager
     def resident(self, bindings: Sequence[Binding]) -> Iterator[None]:

@@ -50,6 +50,8 @@ class HomeAliases:
         self._aliases: dict[int, list[_Alias]] = {}
         # What storages over homes stand on: alive as long as any view of an alias is.
         self._arrays: dict[int, list[weakref.ref[Any]]] = {}
+        # Tensors given out for homes that host memory is not: brought up to date after each step.
+        self._copies: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         # Reentrant: garbage collection under it may run code of the user's that comes here.
         self._lock = threading.RLock()
 
@@ -81,6 +83,33 @@ class HomeAliases:
             tensor = strided_view(storage, segment.dtype, segment.size, segment.stride)
             aliases.append(_Alias(weakref.ref(tensor), tensor._version))
         return tensor
+
+    def remember_copy(self, segment: Segment, tensor: torch.Tensor) -> None:
+        """A tensor that stands for a home which cannot be aliased (the device, the disk)."""
+        with self._lock:
+            self._copies.append((segment.index, weakref.ref(tensor)))
+
+    def refresh(self) -> None:
+        """After a step: what users hold of a ``state_dict()`` shows the new values, as torch's own does."""
+        with self._lock:
+            held = [
+                i for i, aliases in self._aliases.items() if any(alias.ref() is not None for alias in aliases)
+            ]
+            self._copies = [(index, ref) for index, ref in self._copies if ref() is not None]
+            copies = list(self._copies)
+        bindings = self._mmu.bindings
+        engine = self._mmu.engine
+        segments = [bindings[index].segment for index in held if index in bindings]
+        engine.flush(segments)
+        for segment in segments:
+            engine.transfers.home_bytes(
+                segment, write=False
+            )  # waits for the link: the user reads without asking
+        for index, ref in copies:
+            tensor, binding = ref(), bindings.get(index)
+            if tensor is not None and binding is not None and has_value(self._mmu, binding):
+                # Through .data: this is not a write of the user's.
+                tensor.data.copy_(cpu_tensor(self._mmu, binding, alias=False))
 
     def settle(self, bindings: Sequence[Binding]) -> None:
         """Before these tensors are used: take over what was written to their homes."""
@@ -174,12 +203,15 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
         return binding.phantom.cpu().contiguous()
     mmu.aliases.settle([binding])
     data = cpu_bytes(mmu, binding)
-    if not alias and int(mmu.engine.table.home[segment.first_page]) == Home.HOST:
-        data = data.clone()
-    if alias and int(mmu.engine.table.home[segment.first_page]) == Home.HOST:
+    on_host = int(mmu.engine.table.home[segment.first_page]) == Home.HOST
+    if alias and on_host:
         # A storage of its own, or torch.save would write the whole arena.
         return mmu.aliases.share(segment, data.numpy())
-    return strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
+    data = data.clone() if on_host else data
+    tensor = strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
+    if alias:
+        mmu.aliases.remember_copy(segment, tensor)
+    return tensor
 
 
 def storage_bytes(

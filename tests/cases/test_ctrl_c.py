@@ -1,4 +1,4 @@
-"""Ctrl-C between any two lines of the runtime: it is raised, and training goes on as if it had come a moment earlier."""
+"""Ctrl-C between any two lines of the runtime: it is raised, and training goes on as if it had come earlier."""
 
 from __future__ import annotations
 
@@ -103,11 +103,15 @@ def test_ctrl_c_inside_the_page_table(verb: str, call: int, monkeypatch: pytest.
 
 def test_an_interrupt_is_delivered_when_the_block_is_left() -> None:
     seen = []
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupted() -> None:
         with uninterrupted():
             with uninterrupted():
                 signal.raise_signal(signal.SIGINT)
                 seen.append("inner")
             seen.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert seen == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
