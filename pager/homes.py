@@ -143,7 +143,8 @@ class Homes:
             raise BudgetError(
                 f"pager: the {what} needs {format_bytes(int(sizes.sum()))} ({self._bill(wanted, sizes)}); with "
                 f"{format_bytes(int(sizes[~below].sum()))} on the device, {format_bytes(host)} of host memory "
-                f"(host_budget less what the process takes){have_disk} it misses {format_bytes(error.missing_bytes)}. Raise host_budget or device_budget"
+                f"(host_budget less what the process takes)"
+                f"{have_disk} it misses {format_bytes(error.missing_bytes)}. Raise host_budget or device_budget"
                 + self._disk_remedy(bool(have_disk))
             ) from error
         self._reserve_disk(int(sizes[homes == int(Home.DISK)].sum()) // self._page_size)
