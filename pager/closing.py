@@ -133,7 +133,7 @@ class Closing:
 
     def _shut_the_door(self) -> None:
         self._runtime.mmu.closed = True
-        self._runtime.mmu.end_step()
+        self._runtime.mmu.release_held()
 
     def _synchronize(self) -> None:
         device = self._runtime.device

@@ -208,8 +208,12 @@ class Mmu:
 
     def end_step(self) -> None:
         """Drop what was held to the end of the step; show its values in state dicts that are held."""
-        self._held.clear()
+        self.release_held()
         self.aliases.refresh()
+
+    def release_held(self) -> None:
+        """Drop what was held to the end of the step."""
+        self._held.clear()
 
     @contextlib.contextmanager
     def resident(self, bindings: Sequence[Binding]) -> Iterator[None]:
