@@ -73,7 +73,7 @@ class Reclaimer:
                 late = until > sooner_than
                 keys, until = keys[late], until[late]
             order = engine.policy.eviction_order(keys, until)
-            rank = {key: place for place, key in enumerate(order.tolist())}
+            rank = {key: place for place, key in enumerate(np.asarray(order).tolist())}
             for run in candidates:
                 run.rank = rank.get(run.segment.index)
         window = engine.arena.cheapest_window(num_frames)

@@ -97,14 +97,15 @@ class HomeAliases:
             ]
             self._copies = [(index, ref) for index, ref in self._copies if ref() is not None]
             copies = list(self._copies)
+        if not held and not copies:
+            return  # nearly always: a step owes nothing to state dicts that nobody holds
         bindings = self._mmu.bindings
         engine = self._mmu.engine
         segments = [bindings[index].segment for index in held if index in bindings]
         engine.flush(segments)
         for segment in segments:
-            engine.transfers.home_bytes(
-                segment, write=False
-            )  # waits for the link: the user reads without asking
+            # Waits for the link: the user reads without asking.
+            engine.transfers.home_bytes(segment, write=False)
         for index, ref in copies:
             tensor, binding = ref(), bindings.get(index)
             if tensor is not None and binding is not None and has_value(self._mmu, binding):
