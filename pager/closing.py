@@ -81,6 +81,8 @@ class Closing:
                 adopted.close(self._value)
         if runtime.fitting is not None:
             runtime.fitting.close()
+        for binding in runtime.mmu.bindings.values():
+            runtime.mmu.unfix(binding)
         runtime.paged.take_out_model(self._value)
 
     def _value(self, binding: Binding) -> torch.Tensor:

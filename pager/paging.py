@@ -185,6 +185,7 @@ class PagedModel:
             home=home,
         )
         raw = values.storage_bytes(value, segment.size, segment.stride, segment.num_bytes)
+        self._mmu.unfix(binding)
         self._engine.discard(old)  # views keep the old values; its frames are free for the new ones
         binding.rebind(segment)
         self._mmu.bind(binding)
@@ -198,6 +199,7 @@ class PagedModel:
 
     def retire(self, binding: Binding) -> None:
         """The paged tensor is no more: its segment has no value, its frames are free for others."""
+        self._mmu.unfix(binding)
         self._retire(binding.segment)
 
     def _retire(self, segment: Segment, successor: Segment | None = None) -> None:

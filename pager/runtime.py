@@ -44,6 +44,7 @@ from pager.page_table import Home, PageTable
 from pager.paging import PagedModel, waits_for_values
 from pager.planning import Planner
 from pager.policies.protocol import make_eviction_policy
+from pager.residency import Residency
 from pager.statistics import Counters, Statistics
 from pager.step_boundary import Round, StepBoundary, fixed_distance
 from pager.tiers.device_arena import DeviceArena
@@ -140,6 +141,7 @@ class Runtime:
         self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient)
         self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
+        self.residency = Residency(self.mmu)
         self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")
         self.boundary = StepBoundary(
             config,
@@ -266,6 +268,8 @@ class Runtime:
                 self.engine.timeline.follow(trace)
             self._plan_update()
         self._fit_arena()
+        if self.optimizers:
+            self._share_out()
 
     def _managed(self) -> tuple[dict[nn.Parameter, int], dict[int, int]]:
         """The segment of each managed parameter, and the gradient's segment by the parameter's."""
@@ -315,6 +319,15 @@ class Runtime:
         target = self.budget.arena_bytes(activations + 2 * largest + 4 * UNIT_BYTES)
         self.boundary.grow_arena(target - self.arena.capacity_bytes)
 
+    def _share_out(self) -> None:
+        """Set slots aside and choose what stays on the device, for the arena as it is."""
+        if self.fitting is not None or (self.planner.trace is None and not self.optimizers):
+            return
+        for adopted in self.optimizers:
+            if adopted.alive:
+                self.residency.needs_slots(max(map(adopted.slot_bytes, adopted.bindings()), default=0))
+        self.residency.choose(self.paged.bindings.values())
+
     # -- optimizers --------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> AdoptedOptimizer:
@@ -327,7 +340,8 @@ class Runtime:
         self._forget_dead_optimizers()
         shared = self._held_twice(optimizer)
         if shared is not None:
-            self.mmu.before_access()  # a step that was interrupted keeps its optimizer
+            for known in self.optimizers:
+                known.finish()  # a step that is not over keeps its optimizer
             gc.collect()  # an old one that a scheduler refers to dies no sooner
             self._forget_dead_optimizers()
             shared = self._held_twice(optimizer)
@@ -348,6 +362,8 @@ class Runtime:
         self.optimizers.append(adopted)
         self.planner.forget_plan()
         self._plan_update()
+        if self.planner.trace is not None:
+            self._share_out()
         return adopted
 
     def _held_twice(self, optimizer: Optimizer) -> str | None:
@@ -370,6 +386,7 @@ class Runtime:
     def _end_step(self) -> None:
         self.mmu.end_step()
         self.boundary.cross()
+        self._share_out()
         if self.fitting is not None:
             self.counters.sample_resident(self.fitting.num_bytes)
         self.config = self.boundary.config

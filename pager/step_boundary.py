@@ -203,9 +203,11 @@ class StepBoundary:
         engine = self._engine
         self._pagerd.pause()
         try:
+            engine.give_up_kept()
+            engine.staging.release()
             engine.drain()
             runs = engine.arena.slab_owners(index)
-            if any(run.wired or run.pins for run in runs) or not engine.reclaimer.evict(runs):
+            if any(run.is_kept or run.pins for run in runs) or not engine.reclaimer.evict(runs):
                 return
             engine.arena.remove_slab(index)
             self._device.release_cached_memory()

@@ -48,6 +48,7 @@ class Engine(Faults):
         """Give the segment the bytes of ``source`` (uint8, on any device), at its home. No device copy may
         exist.
         """
+        self.staging.forget(segment)
         if int(self.table.home[segment.first_page]) == Home.DEVICE:
             run = self.acquire_all([(segment, 0, segment.num_pages, True)], segment.name)[0]
             self.arena.bytes_of(run.frame, run.num_bytes).copy_(source)
@@ -69,6 +70,7 @@ class Engine(Faults):
         Views of the old value stay good: their run becomes an orphan, whose frames go when the last view
         does.
         """
+        self.staging.forget(segment)
         self.drain()
         with self.lock:
             while any(run.leaving or not run.issued for run in self._runs[segment.index]):
@@ -123,7 +125,7 @@ class Engine(Faults):
         self.drain()
         with self.lock:
             runs = [run for segment in segments for run in self._runs[segment.index]]
-        self.reclaimer.evict([run for run in runs if run.issued and not run.wired and not run.pins])
+        self.reclaimer.evict([run for run in runs if run.issued and not run.is_kept and not run.pins])
 
     def has_value(self, segment: Segment) -> bool:
         """Whether the segment holds a value (a gradient may be None)."""

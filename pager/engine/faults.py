@@ -44,6 +44,8 @@ class Faults(Leases):
         """
         self.raise_failure()
         self.drain()
+        if segment.kind == "state":
+            self.staging.forget(segment)  # who uses a state may write to it
         stream = self.device.current_stream()
         counted = on_its_way = False
         while True:
@@ -95,6 +97,16 @@ class Faults(Leases):
         stream.touch(run.region, write=overwrite)
         if overwrite:
             self.mark_dirty(run)
+
+    def use_again(self, run: Run) -> None:
+        """A use of a run that the caller has pinned: count it, and order the current stream behind it."""
+        stream = self.device.current_stream()
+        self.raise_failure()
+        self.counters.hits += 1
+        if stream.index not in run.waited or stream.index not in run.users:
+            self._begin_use(run, stream, overwrite=False, faulted=True, on_its_way=False)
+        elif self.device.checker is not None:
+            stream.touch(run.region, write=False)
 
     def _find(self, segment: Segment, first: int, num_pages: int) -> Run | None:
         for run in self._runs[segment.index]:
@@ -247,12 +259,16 @@ class Faults(Leases):
         gc.collect()
         self.drain()
         with self.lock:
-            movable = [run for run in self.resident_runs() if run.issued and not run.wired and not run.pins]
+            movable = [run for run in self.resident_runs() if run.issued and not run.is_kept and not run.pins]
         self.reclaimer.evict(movable)
         try:
             return self._acquire_in_turn(wanted)
         except NoRoom:
-            raise self._does_not_fit(wanted, what) from None
+            pass
+        if self.give_up_kept():
+            self.drain()
+            return self.acquire_all(wanted, what)
+        raise self._does_not_fit(wanted, what) from None
 
     def _acquire_in_turn(self, wanted: Sequence[tuple[Segment, int, int, bool]]) -> list[Run]:
         runs: list[Run] = []
@@ -270,8 +286,8 @@ class Faults(Leases):
         page_size = self.arena.page_size
         need = sum(num_pages for _, _, num_pages, _ in wanted) * page_size
         with self.lock:
-            largest = self.arena.largest_free_frames(lambda run: not run.wired and not run.pins) * page_size
-            pinned = sum(run.num_pages for run in self.resident_runs() if run.pins or run.wired) * page_size
+            largest = self.arena.largest_free_frames(lambda run: not run.is_kept and not run.pins) * page_size
+            pinned = sum(run.num_pages for run in self.resident_runs() if run.pins or run.is_kept) * page_size
         names = ", ".join(segment.name for segment, *_ in wanted[:4]) + (", ..." if len(wanted) > 4 else "")
         return BudgetError(
             f"pager: {what} needs {format_bytes(need)} on the device at once ({names}), but of "

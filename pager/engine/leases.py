@@ -26,6 +26,7 @@ import torch
 from pager.device.base import Region
 from pager.engine.reclaim import Reclaimer
 from pager.engine.run import Run
+from pager.engine.staging import Staging
 from pager.engine.timeline import Timeline
 from pager.engine.transfer import EXTENT_BYTES
 from pager.page_table import PageState
@@ -68,6 +69,7 @@ class Leases:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.reclaimer = Reclaimer(self)
+        self.staging = Staging(device, arena, table, transfers, poison=poison)
         self.failure: BaseException | None = None
         self.demand = 0
         self.moves = 0
@@ -77,6 +79,10 @@ class Leases:
         self.num_prefetched_extents = 0
         self.num_prefetched_bytes = 0
         self.on_access: Callable[[], None] = _nothing
+        # Asked when an operation has no room: let go of what stays here for speed only; whether there was any.
+        # Segments whose pages the update brings through staging: nothing for pagerd.
+        self.streamed: set[int] = set()
+        self.give_up_kept: Callable[[], bool] = bool
         self._poison = poison
         self._runs: dict[int, list[Run]] = {}
         self._versions: dict[int, Callable[[], int]] = {}
@@ -226,6 +232,15 @@ class Leases:
                 self.table.end_page_in(run.begin, run.end, success=True)
             self.table.mark_dirty(run.begin, run.end)
             run.version = self._versions[run.segment.index]()
+
+    def wrote(self, run: Run) -> None:
+        """The current stream has put a write to the pinned run; other streams wait for it before they use it."""
+        stream = self.device.current_stream()
+        with self.lock:
+            self.mark_dirty(run)
+            stream.touch(run.region, write=True)
+            run.ready = stream.record()
+            run.waited = {stream.index}
 
     def wait_for_change(self, *, stalls: bool = True) -> None:
         """Wait until a move ends (locked; the lock is free meanwhile). ``stalls``: count it as a stall."""

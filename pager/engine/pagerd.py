@@ -152,6 +152,8 @@ class Pagerd:
                 break
             engine.horizon += 1
             segment = engine.space.segments[row.segment]
+            if row.segment in engine.streamed:
+                continue
             if engine.runs_over(segment, row.first_page, row.num_pages):
                 continue
             begin = segment.first_page + row.first_page

@@ -94,7 +94,7 @@ class Reclaimer:
         return list(victims)
 
     def _may_go(self, run: Run) -> bool:
-        return run.issued and not run.leaving and not run.wired and run.pins == 0
+        return run.issued and not run.leaving and not run.is_kept and run.pins == 0
 
     def evict(self, runs: list[Run], *, stalls: bool = True) -> bool:
         """Phases 2 to 5 for these runs. True if all of them left. Raises TierError if a write failed.

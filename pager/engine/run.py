@@ -27,6 +27,7 @@ class Run:
         compute stream itself writes them.
     waited: indices of the streams that already waited for ``ready`` (or ``fence``).
     users: streams that use the run now; uses: per stream the event after which the last use is over.
+    wired: the device is its home. stays: it has a home below, but is not evicted while the plan keeps it here.
     escaped: a raw pointer or an uncounted alias is about, so any use may have written; until nobody uses the
     run. orphan: the segment has dropped this value; the frames go when the last lease does. rank: scratch of
     reclaim: the run's place in the eviction order, None if it may not go. version: the tensor's version
@@ -41,6 +42,7 @@ class Run:
     issued: bool = False
     leaving: bool = False
     wired: bool = False
+    stays: bool = False
     pins: int = 0
     fence: Fence = field(default_factory=dict)
     ready: Event | None = None
@@ -52,6 +54,11 @@ class Run:
     orphan: bool = False
     version: int = 0
     rank: int | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is not to leave the device."""
+        return self.wired or self.stays
 
     @property
     def begin(self) -> int:

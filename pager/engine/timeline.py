@@ -161,8 +161,10 @@ class Timeline:
             self._seek(0)
             self._advance(0, segment)
             return
-        self.deviations += 1
-        self._step_deviations += 1
+        if phase < Phase.UPDATE:
+            # What waits for the next forward leaves the update's order; that is our own doing.
+            self.deviations += 1
+            self._step_deviations += 1
         end = min(row + LOOK_AHEAD_ROWS, len(self._segments))
         try:
             found = self._keys.index(key, row + 1, end)

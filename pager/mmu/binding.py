@@ -8,7 +8,9 @@ import torch
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
+    from pager.engine.run import Run
     from pager.mmu.mmu import Mmu
+    from pager.optim.deferred import Deferred
 
 # Slots of the C++ class, called with torch functions disabled: they act on the tensor object, not on its
 # pages.
@@ -63,16 +65,24 @@ class Binding:
 
     ``users`` and the swap of ``tensor.data`` belong together: the first use points the tensor at its frames,
     the last one back at the phantom. The MMU's lock guards both.
+
+    ``keep``: the plan wants it on the device for good. From its next use on it is: ``fixed`` is then a lease on
+    all of its pages in ``run``, and the binding itself is one of its users, so that it stays pointed.
     """
 
     __slots__ = (
+        "fixed",
         "gradient",
         "hook",
+        "keep",
         "meta",
         "mmu",
         "original_class",
+        "owner",
+        "pending",
         "phantom",
         "pointed",
+        "run",
         "segment",
         "tensor",
         "users",
@@ -90,6 +100,13 @@ class Binding:
         # or without having quite entered, does no harm.
         self.users: set[object] = set()
         self.pointed = False
+        self.keep = False
+        self.fixed: torch.Tensor | None = None
+        self.run: Run | None = None
+        # The parameter that a gradient or state belongs to; a parameter's own is itself.
+        self.owner: Binding = self
+        # Set while the parameter's last update waits for its next use (`pager.optim.deferred`).
+        self.pending: Deferred | None = None
         # Versions counted by tensors that stood here before, so that a saved version never fits another
         # tensor.
         self.versions_before = 0

@@ -32,7 +32,7 @@ def split(
     engine = bindings[0].mmu.engine
     arena = engine.arena
     with engine.lock:
-        kept = sum(run.num_pages for run in engine.resident_runs() if run.wired or run.pins)
+        kept = sum(run.num_pages for run in engine.resident_runs() if run.is_kept or run.pins)
     limit = (arena.capacity_bytes - kept * arena.page_size) // _PART
     if sum(binding.segment.num_pages for binding in bindings) * arena.page_size <= limit:
         return None

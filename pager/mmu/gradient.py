@@ -44,6 +44,7 @@ class Gradients:
                 return
             if binding.gradient is None:
                 binding.gradient = self._make(binding)
+                binding.gradient.owner = binding
             binding.hook = binding.tensor.register_post_accumulate_grad_hook(_take)
 
     def absorb(self, binding: Binding) -> None:
@@ -66,7 +67,7 @@ class Gradients:
     def _add(self, binding: Binding, grad: torch.Tensor) -> None:
         slot = binding.gradient
         assert slot is not None
-        self._mmu.before_access()
+        self._mmu.before_access([binding])
         self.generation += 1
         overwrite = not self._mmu.engine.has_value(slot.segment)
         if (
@@ -107,6 +108,8 @@ class Gradients:
                 return raw
             self.absorb(binding)
         slot = binding.gradient
+        if binding.pending is not None and binding.pending.is_released(binding):
+            return None
         if slot is None or not self._mmu.engine.has_value(slot.segment):
             return None
         return slot.tensor
@@ -116,7 +119,8 @@ class Gradients:
         slot = binding.gradient
         if slot is not None and value is slot.tensor:
             return
-        self._mmu.before_access()  # an interrupted update still needs the gradients
+        # An update that was interrupted, or waits, still needs the gradient; dropped, it is kept for it.
+        self._mmu.before_access([binding] if value is not None else [])
         self.generation += 1
         if value is None or slot is None:
             binding.set_raw_grad(value)
@@ -143,6 +147,12 @@ class Gradients:
             _, view = mmu.fault(slot, Phase.GRADIENT, what=f"keeping the old gradient of {slot.name}")
             return view.clone()
 
+        pending = slot.owner.pending
+        if pending is not None:
+            if not pending.is_released(slot.owner):
+                let_go(slot, value)
+                pending.release(slot.owner)
+            return
         let_go(slot, value)
         mmu.engine.discard(slot.segment)
 

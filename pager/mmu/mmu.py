@@ -94,10 +94,17 @@ class Mmu:
             self.exit(bindings, use)
             leases.clear()  # a traceback may keep this frame alive
 
-    def before_access(self) -> None:
-        """Finish optimizer steps that were interrupted: nobody sees or disturbs half a step."""
-        for finish in tuple(self.unfinished):
-            finish()
+    def before_access(self, bindings: Sequence[Binding]) -> None:
+        """Finish optimizer steps that were interrupted, and updates of these tensors that waited for this: nobody
+        sees or disturbs half a step.
+        """
+        if self.unfinished:
+            for finish in tuple(self.unfinished):
+                finish()
+        for binding in bindings:
+            owner = binding.owner
+            if owner.pending is not None:
+                owner.pending.run(owner)
 
     def enter(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
         """Make the tensors resident and point them at their frames; returns the leases that hold them.
@@ -105,27 +112,84 @@ class Mmu:
         ``use`` stands for the operation until ``exit``, which must be called even if this raises.
         """
         self._check_open()
-        self.before_access()
-        wanted = [(binding.segment, 0, binding.segment.num_pages, False) for binding in bindings]
+        self.before_access(bindings)
         if self.aliases:
             self.aliases.settle(bindings)
         self.note(bindings, current_phase())
-        self._check_values(bindings, what)
+        leases = self._use_fixed(bindings, use)
+        absent = [binding for binding, lease in zip(bindings, leases, strict=True) if lease is None]
+        if absent:
+            self._check_values(absent, what)
+            found = iter(self._bring(absent, what, use))
+            leases = [next(found) if lease is None else lease for lease in leases]
+        return [lease for lease in leases if lease is not None]
+
+    def _use_fixed(self, bindings: Sequence[Binding], use: object) -> list[torch.Tensor | None]:
+        """The leases of those that stay on the device, None for the others."""
+        leases: list[torch.Tensor | None] = []
+        for binding in bindings:
+            # First the use, then the look: `unfix` in another thread looks in the other order.
+            binding.users.add(use)
+            lease, run = binding.fixed, binding.run
+            if lease is None or run is None:
+                binding.users.discard(use)
+                leases.append(None)
+                continue
+            self.engine.use_again(run)
+            leases.append(lease)
+        return leases
+
+    def _bring(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
+        """Leases on tensors that are somewhere, or nowhere yet, pointed at their frames."""
+        wanted = [(binding.segment, 0, binding.segment.num_pages, False) for binding in bindings]
         with uninterrupted(), _ordinary_tensors():
-            leases = [self.engine.lease(run) for run in self.engine.acquire_all(wanted, what)]
+            runs = self.engine.acquire_all(wanted, what)
+            leases = [self.engine.lease(run) for run in runs]
             with self.lock:
-                for binding, lease in zip(bindings, leases, strict=True):
+                for binding, run, lease in zip(bindings, runs, leases, strict=True):
                     binding.users.add(use)
                     if not binding.pointed:
                         binding.point_at(binding.typed(lease))
                         binding.pointed = True
+                    if binding.keep and binding.fixed is None:
+                        self._fix(binding, run, lease)
         return leases
+
+    # -- what stays --------------------------------------------------------------------------------
+
+    def _fix(self, binding: Binding, run: Run, lease: torch.Tensor) -> None:
+        if not run.covers(0, binding.segment.num_pages):
+            return
+        run.stays = True
+        binding.users.add(binding)
+        binding.run, binding.fixed = run, lease
+
+    def fix(self, bindings: Sequence[Binding]) -> None:
+        """Bring these tensors, all of which have values, to where they stay from now on."""
+        for binding in bindings:
+            binding.keep = True
+            use = object()
+            try:
+                self._bring([binding], f"placing {binding.name}", use)
+            finally:
+                self.exit([binding], use)
+
+    def unfix(self, binding: Binding) -> None:
+        """The tensor may be evicted again, once nobody uses it. Where it is to stay, its next use brings it back."""
+        run = binding.run
+        binding.fixed = binding.run = None
+        if run is not None:
+            run.stays = False
+        self.exit([binding], binding)
 
     def exit(self, bindings: Sequence[Binding], use: object) -> None:
         """Point the tensors that nobody else uses back at their phantoms. Does nothing a second time."""
+        for binding in bindings:
+            binding.users.discard(use)
+        if all(binding.fixed is not None for binding in bindings):
+            return
         with uninterrupted(), self.lock:
             for binding in bindings:
-                binding.users.discard(use)
                 if not binding.users and binding.pointed:
                     binding.pointed = False
                     binding.point_at(binding.phantom)
@@ -172,11 +236,17 @@ class Mmu:
         self, binding: Binding, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         """What autograd saved of a tensor, on the device again."""
-        self.before_access()
+        self.before_access([binding])
         if self.aliases:
             self.aliases.settle([binding])
         segment = binding.segment
         self.note([binding], Phase.BACKWARD)
+        use = object()
+        fixed = self._use_fixed([binding], use)[0]
+        if fixed is not None:
+            # The view holds the frames; it need not be pointed at them.
+            self.exit([binding], use)
+            return strided_view(fixed.untyped_storage(), dtype, size, stride, offset)
         what = f"backward through {segment.name}"
         with uninterrupted(), _ordinary_tensors():
             lease = self.engine.lease(
@@ -188,7 +258,7 @@ class Mmu:
         """An ordinary tensor over the frames whose writes nobody counts: the pages are dirty as long as it
         lives.
         """
-        self.before_access()
+        self.before_access([binding])
         self._check_values([binding], "an access")
         run, tensor = self.fault(binding, current_phase())
         run.escaped = True

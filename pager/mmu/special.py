@@ -129,6 +129,7 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     binding = tensor._pager
     if value is tensor:
         return
+    binding.mmu.before_access([binding])
     segment = binding.segment
     if value.shape != segment.size:
         raise ConfigError(

@@ -134,6 +134,7 @@ class HomeAliases:
                     "changed; use load_state_dict() or torch.no_grad() and the parameter to change a managed model"
                 )
         else:
+            self._mmu.unfix(binding)
             engine.evict_segments([binding.segment])
             if written and engine.runs_of(binding.segment) and self._still_written(aliases):
                 raise RuntimeError(
@@ -198,7 +199,7 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
     ``alias``: over the home itself where that is host memory. A tensor without a value gives NaN of its shape
     (torch would give uninitialised memory).
     """
-    mmu.before_access()
+    mmu.before_access([binding])
     segment = binding.segment
     if not has_value(mmu, binding):
         return binding.phantom.cpu().contiguous()
@@ -236,6 +237,8 @@ def can_store(mmu: Mmu, binding: Binding) -> bool:
     """Whether :func:`store` may write the home: it is below the device, and nobody looks at the old value."""
     if mmu.closed or int(mmu.engine.table.home[binding.segment.first_page]) == Home.DEVICE:
         return False
+    if binding.fixed is not None:
+        return False
     return not mmu.engine.in_use(binding.segment)
 
 
@@ -246,7 +249,8 @@ def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
     """
     segment = binding.segment
     engine = mmu.engine
-    mmu.before_access()
+    mmu.before_access([binding])
+    mmu.unfix(binding)
     if engine.has_value(segment):
         engine.discard(segment)
     engine.store(segment, storage_bytes(source, segment.size, segment.stride, segment.num_bytes))

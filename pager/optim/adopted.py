@@ -19,6 +19,7 @@ from pager.mmu.binding import Binding
 from pager.mmu.gradient import let_go
 from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor
 from pager.optim import state_dict
+from pager.optim.deferred import Deferred
 from pager.optim.probe import Cut, ProbeResult, admit, probe_key
 from pager.optim.shadow import move_state
 from pager.optim.torn import Torn
@@ -74,6 +75,7 @@ class AdoptedOptimizer:
         self._is_adopted = False
         self._probed: dict[Any, ProbeResult] = {}
         self.update: Update | None = None
+        self.deferred: Deferred | None = None
         self._gradients_seen = -1
         self._hooks: list[Any] = []
         for binding, result in self._check_groups():
@@ -184,9 +186,26 @@ class AdoptedOptimizer:
         dtypes.append(segment.dtype if slot is None else slot.segment.dtype)
         sizes = [segment.dtype.itemsize, *(dtype.itemsize for dtype in dtypes)]
         align = segment.page_size // min(sizes)
+        if self.stages(binding):
+            return max(self.engine.staging.slot_bytes // sum(self._staged_sizes(binding)) // align, 1) * align
         room = self.engine.arena.capacity_bytes // _UNIT_SHARE // sum(sizes)
         wanted = min(room, UNIT_BYTES // segment.dtype.itemsize)
         return max(wanted // align, 1) * align
+
+    def stages(self, binding: Binding) -> bool:
+        """Whether a staging slot holds a unit of this parameter's update."""
+        return self.engine.staging.slot_bytes >= self.slot_bytes(binding) > 0
+
+    def slot_bytes(self, binding: Binding) -> int:
+        """The least a slot must have for a unit: the smallest slices that are whole pages in every dtype."""
+        sizes = self._staged_sizes(binding)
+        return binding.segment.page_size // min(binding.segment.dtype.itemsize, *sizes) * sum(sizes)
+
+    def _staged_sizes(self, binding: Binding) -> list[int]:
+        """Bytes per element of what passes through a slot: gradient and states."""
+        gradient = binding.segment if binding.gradient is None else binding.gradient.segment
+        states = [state.segment.dtype.itemsize for state in self.paged_states(binding).values()]
+        return [gradient.dtype.itemsize, *states]
 
     def keeps_whole(self, segment: Segment) -> bool:
         """Whether a parameter is small enough to be brought in whole for its update."""
@@ -219,6 +238,7 @@ class AdoptedOptimizer:
         state = Binding(self.mmu, segment, tensor, torch.Tensor)
         self.mmu.bind(state)
         page_tensor(state, PagedTensor)
+        state.owner = binding
         states[key] = state
         if Home(int(self.engine.table.home[segment.first_page])) is Home.DEVICE:
             # Its frames are taken now, while they lie together.
@@ -276,6 +296,7 @@ class AdoptedOptimizer:
         """The user called ``step()``: remember the values it begins with. An interrupted step is taken up
         again.
         """
+        self.finish_deferred()
         if self.update is not None and self.mmu.gradients.generation != self._gradients_seen:
             self.finish()
             self.update = None
@@ -287,10 +308,24 @@ class AdoptedOptimizer:
             with self.engine.lock:
                 self.engine.timeline.begin_update()
 
+    def finish_deferred(self) -> None:
+        """Carry out what waits of the last step."""
+        if self.deferred is not None:
+            self.deferred.run_all()
+            self.deferred = None
+
     def finish(self, *, in_step: bool = False) -> None:
-        """Carry the step under way to its end. What the user's class raises is raised ``in_step`` only."""
+        """Carry the step under way to its end. What the user's class raises is raised ``in_step`` only.
+
+        ``in_step``: updates that may wait for their parameters' next use do so; else they run too.
+        """
+        self._finish_begun(in_step=in_step)
+        if not in_step:
+            self.finish_deferred()
+
+    def _finish_begun(self, *, in_step: bool) -> None:
         update = self.update
-        if update is None or not update.todo:
+        if update is None or update.is_over:
             return
         # What runs below reads and writes values, and must not come back here.
         others = [finish for finish in self.mmu.unfinished if finish != self.finish]
@@ -298,7 +333,7 @@ class AdoptedOptimizer:
         try:
             self._run(update, in_step=in_step)
         except BaseException:
-            if update.todo:
+            if not update.is_over:
                 update.keep_gradients()
                 others.append(self.finish)
             raise
@@ -306,7 +341,7 @@ class AdoptedOptimizer:
             self.mmu.unfinished = others
 
     def _run(self, update: Update, *, in_step: bool) -> None:
-        while update.todo:
+        while not update.is_over:
             try:
                 update.finish()
             except Exception as error:
@@ -323,14 +358,20 @@ class AdoptedOptimizer:
         """Drop what is left of the step under way; with a part of it done the model is torn."""
         update, self.update = self.update, None
         self.mmu.unfinished = [finish for finish in self.mmu.unfinished if finish != self.finish]
-        if update is None or not update.todo:
+        if update is None or update.is_over:
             return
         update.todo.clear()
+        update.later = None
         name = update.optimizer_class.__name__
         what = f"{name}.step() was given up after {type(error).__name__}: {error}."
         logger.warning("%s %s", what, "It was half done." if update.committed else "Nothing was done yet.")
         if update.committed:
             self.torn.mark(what)
+
+    def tear(self, error: Exception) -> None:
+        """The user's class raised in an update that had waited: the step is half done."""
+        name = type(self.optimizer).__name__
+        self.torn.mark(f"{name}.step() was given up after {type(error).__name__}: {error}.")
 
     def end_step(self) -> None:
         """``step()`` is over: everything is updated."""

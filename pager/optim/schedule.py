@@ -14,10 +14,11 @@ from pager.optim.probe import Cut, ProbeResult
 from pager.units import ceil_div
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
     from pager.address_space import Segment
+    from pager.engine.engine import Engine
     from pager.mmu.binding import Binding
     from pager.optim.adopted import AdoptedOptimizer
 
@@ -74,6 +75,14 @@ def unit_ranges(adopted: AdoptedOptimizer, binding: Binding, piece: Slice) -> li
     own = (0, segment.num_pages) if adopted.keeps_whole(segment) else piece.pages(segment)
     others = [binding.gradient.segment, *(state.segment for state in adopted.paged_states(binding).values())]
     return [(segment, *own), *((other, *piece.pages(other)) for other in others)]
+
+
+def note_accesses(engine: Engine, ranges: Iterable[tuple[Segment, int, int]]) -> None:
+    """Tell the timeline of a unit's accesses."""
+    with engine.lock:
+        engine.timeline.new_tick()
+        for segment, first, num_pages in ranges:
+            engine.timeline.access(segment.index, first, num_pages, write=True, phase=Phase.UPDATE)
 
 
 def expected_rows(adopted: AdoptedOptimizer) -> list[AccessRow]:

@@ -26,19 +26,24 @@ each slice; the parameter's state dict is replaced when its last unit is done.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pager.errors import PagerError
-from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, strided_view
-from pager.optim.schedule import Slice, cut, unit_ranges
+from pager.optim.deferred import Deferred, may_wait
+from pager.optim.schedule import Slice, cut, note_accesses, unit_ranges
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes, snapshot_group
+from pager.optim.streamed import StreamedUnit, can_stream
+
+# Units that are looked at ahead of the one that is computed: no more than there can be slots.
+_UNITS_AHEAD = 16
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -69,9 +74,20 @@ class Update:
         # write to them too: then the copies that were stepped go back into the gradients.
         self.writes_gradients = self.attributes.get("grad_scale") is not None
         adopted.page_existing_state()
-        self.todo: deque[_SmallUnit | _PagedUnit] = deque(self._units())
+        self.todo: deque[_SmallUnit | _PagedUnit | StreamedUnit] = deque(self._units())
+        # What waits until the parameters are used next; begun when everything else is done.
+        self.later: Deferred | None = self._defer()
 
-    def _units(self) -> list[_SmallUnit | _PagedUnit]:
+    def _defer(self) -> Deferred | None:
+        if self.writes_gradients or not may_wait(self.optimizer_class):
+            return None
+        waiting = [unit for unit in self.todo if isinstance(unit, StreamedUnit)]
+        if not waiting:
+            return None
+        self.todo = deque(unit for unit in self.todo if not isinstance(unit, StreamedUnit))
+        return Deferred(self, waiting)
+
+    def _units(self) -> list[_SmallUnit | _PagedUnit | StreamedUnit]:
         adopted = self.adopted
         small = _SmallUnit()
         paged: list[tuple[int, int, Binding]] = []
@@ -86,18 +102,33 @@ class Update:
                 slot = binding.gradient
                 if slot is not None and adopted.engine.has_value(slot.segment):
                     paged.append((adopted.next_use(binding), group_index, binding))
-        units: list[_SmallUnit | _PagedUnit] = [small] if small.members else []
+        for _, group_index, binding in paged:
+            self.writes_gradients |= adopted.probed(self.groups[group_index], binding).writes_gradients
+        units: list[_SmallUnit | _PagedUnit | StreamedUnit] = [small] if small.members else []
         for _, group_index, binding in sorted(paged, key=lambda item: item[0]):
             units.extend(self._cut(group_index, binding))
         return units
 
-    def _cut(self, group_index: int, binding: Binding) -> list[_PagedUnit]:
+    def _cut(self, group_index: int, binding: Binding) -> list[_PagedUnit] | list[StreamedUnit]:
+        adopted = self.adopted
         group = self.groups[group_index]
-        self.writes_gradients |= self.adopted.probed(group, binding).writes_gradients
-        self.adopted.fit_states(binding, self.adopted.probed(group, binding))
-        pieces = cut(self.adopted, group, binding)
-        progress = _Progress(binding, group_index, num_units=len(pieces))
+        probed = adopted.probed(group, binding)
+        adopted.fit_states(binding, probed)
+        pieces = cut(adopted, group, binding)
+        progress = Progress(binding, group_index, num_units=len(pieces))
+        sliced = not any(piece.whole for piece in pieces)
+        states = {state.segment.index for state in adopted.paged_states(binding).values()}
+        if sliced and not self.writes_gradients and can_stream(adopted, binding, probed.state_dtypes):
+            adopted.engine.streamed |= states
+            progress.keep_scalars(adopted)
+            return [StreamedUnit(progress, piece) for piece in pieces]
+        adopted.engine.streamed -= states
         return [_PagedUnit(progress, piece) for piece in pieces]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything is done, or waits for the parameters' next use."""
+        return not self.todo and self.later is None
 
     def keep_gradients(self) -> None:
         """After an interrupt: copies of ordinary gradients, which no door keeps users from zeroing."""
@@ -112,6 +143,20 @@ class Update:
             while self.todo:
                 self.todo[0].run(self)
                 self.todo.popleft()
+                self._fetch_ahead()
+        if self.later is not None:
+            self.later.begin()
+            self.adopted.deferred, self.later = self.later, None
+        else:
+            self.end()
+
+    def _fetch_ahead(self) -> None:
+        for unit in itertools.islice(self.todo, _UNITS_AHEAD):
+            if not isinstance(unit, StreamedUnit) or not unit.fetch(self.adopted):
+                return
+
+    def end(self) -> None:
+        """All of the step is done: the user may drop the optimizer."""
         self._keeps_alive = None
 
     def run_class(
@@ -135,14 +180,56 @@ class Update:
 
 
 @dataclass(slots=True, eq=False)
-class _Progress:
-    """What the units of one parameter share."""
+class Progress:
+    """What the units of one parameter share.
+
+    keys: those of its state, in the user's order.
+    scalars: the values of its state that are not paged, as they were when the step began; each unit starts from them.
+    new_scalars: what the step makes of them, where the user has to see that before the units have run.
+    """
 
     binding: Binding
     group_index: int
     num_units: int = 0
     done: set[int] = field(default_factory=set)
     state: dict[str, Any] | None = None
+    scalars: dict[str, Any] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    new_scalars: dict[str, Any] | None = None
+
+    def keep_scalars(self, adopted: AdoptedOptimizer) -> None:
+        """Remember the state's values that are not paged."""
+        paged = adopted.paged_states(self.binding)
+        live = adopted.optimizer.state.get(self.binding.tensor, {})
+        self.keys = list(live)
+        self.scalars = _cloned({key: value for key, value in live.items() if key not in paged})
+
+    def state_of(self, paged: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """A state dict to be stepped: these tensors, and copies of what is not paged, in the user's order."""
+        return {key: paged[key] if key in paged else _copy_of(self.scalars[key]) for key in self.keys}
+
+    def stand_in(self, update: Update) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A parameter of one element with gradient and state, which the class steps as it would the whole."""
+        device = update.adopted.engine.device.torch_device
+        param = torch.ones(1, dtype=self.binding.segment.dtype, device=device, requires_grad=True)
+        param.grad = torch.ones_like(param)
+        paged = {
+            key: torch.ones(1, dtype=state.segment.dtype, device=device)
+            for key, state in update.adopted.paged_states(self.binding).items()
+        }
+        return param, self.state_of(paged)
+
+    def show_scalars(self, update: Update) -> None:
+        """Write what the step makes of the scalars into the user's state dict."""
+        assert self.new_scalars is not None
+        _commit_state(update.adopted.optimizer.state[self.binding.tensor], self.new_scalars)
+
+    def finish_one(self, update: Update, piece: Slice, new: dict[str, Any]) -> None:
+        """A unit is done that left the state dict ``new``; with the last one the scalars become the new ones."""
+        self.done.add(piece.begin)
+        if len(self.done) == self.num_units and self.new_scalars is None:
+            self.new_scalars = {key: value for key, value in new.items() if key in self.scalars}
+            self.show_scalars(update)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +269,11 @@ class _SmallUnit:
 
 
 def _cloned(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    return {key: _copy_of(value) for key, value in state.items()}
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _commit_small_state(live: dict[str, Any], new: dict[str, Any]) -> None:
@@ -200,7 +291,7 @@ class _PagedUnit:
 
     __slots__ = ("piece", "progress", "staged")
 
-    def __init__(self, progress: _Progress, piece: Slice) -> None:
+    def __init__(self, progress: Progress, piece: Slice) -> None:
         self.progress = progress
         self.piece = piece
         self.staged: tuple[torch.Tensor, dict[str, Any]] | None = None  # the stepped copy, its state
@@ -215,10 +306,7 @@ class _PagedUnit:
             (segment, first, num_pages, place >= 2 and self._is_new(engine, segment, first, num_pages))
             for place, (segment, first, num_pages) in enumerate(ranges)
         ]
-        with engine.lock:
-            engine.timeline.new_tick()
-            for segment, first, num_pages in ranges:
-                engine.timeline.access(segment.index, first, num_pages, write=True, phase=Phase.UPDATE)
+        note_accesses(engine, ranges)
         with uninterrupted():
             runs = engine.acquire_all(wanted, f"the update of {binding.name}")
             leases = [engine.lease(run) for run in runs]

@@ -1,0 +1,237 @@
+"""Staging: device memory that optimizer state passes through.
+
+The problem: a step touches every byte of optimizer state once, in an order that is known, and needs it for
+microseconds. In the arena at large it would push out what is used many times, each unit of the update would look
+for victims among hundreds of runs, and pieces of all sizes would leave holes.
+
+So a few *slots* of one size are set aside. A slot holds the state pages of one unit of the update, each range a run
+of its own that nobody else sees: to the page table these pages never left their home. Per unit
+
+1. fetch       the slot's runs are filled from their homes (stream h2d); several units ahead of the compute
+2. take        the compute waits for the copies, by event
+3. the unit is computed in the slot
+4. write back  the slot's runs go home (stream d2h); from here the slot is free: whoever fetches into it next waits,
+               on its stream, for the events of 3 and 4
+
+The host waits for none of this, except for a disk. Until 4 the home is the truth, so a unit that fails or is
+interrupted is fetched again as if it had never begun. A home that is written by somebody else in between (a state
+dict is loaded, a user writes to a state) makes what was fetched stale: ``forget`` drops it.
+
+Why not the same memory as everything else: first in, first out needs no policy, no search and no holes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pager.engine.run import Run
+from pager.page_table import Home
+from pager.tiers.device_arena import Fence, merge_fence
+
+if TYPE_CHECKING:
+    import torch
+
+    from pager.address_space import Segment
+    from pager.device.base import Device, Stream
+    from pager.engine.transfer import Transfers
+    from pager.page_table import PageTable
+    from pager.tiers.device_arena import DeviceArena
+
+# A range of pages of one segment: segment, first page, number of pages.
+Range = tuple["Segment", int, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Neighbouring frames; to the arena a block whose owner never moves."""
+
+    frame: int
+    num_frames: int
+    fence: Fence = field(default_factory=dict)
+    holder: Any = None
+    runs: list[Run] = field(default_factory=list)
+    # What the arena and reclaim ask of the owner of a block.
+    rank: None = None
+    is_kept: bool = True
+    pins: int = 1
+
+
+class Staging:
+    """The slots of one engine. Called by one thread at a time; the lock is for ``forget``, which any may call."""
+
+    def __init__(
+        self, device: Device, arena: DeviceArena, table: PageTable, transfers: Transfers, *, poison: bool
+    ) -> None:
+        self._device = device
+        self._arena = arena
+        self._table = table
+        self._transfers = transfers
+        self._poison = poison
+        self._slots: list[_Slot] = []
+        self._held: dict[int, _Slot] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot; 0 where nothing is set aside."""
+        return self._slots[0].num_frames * self._arena.page_size if self._slots else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slot_bytes * len(self._slots)
+
+    def reserve(self, num_slots: int, slot_frames: int) -> int:
+        """Set up to ``num_slots`` slots aside, from what is free in the arena; how many there are now."""
+        while len(self._slots) < num_slots:
+            slot = _Slot(-1, slot_frames)
+            taken = self._arena.take_free(slot_frames, slot)
+            if taken is None:
+                break
+            slot.frame, slot.fence = taken
+            self._slots.append(slot)
+        return len(self._slots)
+
+    def release(self) -> None:
+        """Give all slots back to the arena; nothing may be in them that is not at home."""
+        with self._lock:
+            for slot in self._slots:
+                self._drop(slot)
+                self._arena.free(slot.frame, slot.fence)
+            self._slots.clear()
+
+    # -- one unit ----------------------------------------------------------------------------------
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether ``fetch`` would find a slot."""
+        return any(slot.holder is None for slot in self._slots)
+
+    def holds(self, holder: object) -> bool:
+        """Whether a unit's pages are in a slot."""
+        return id(holder) in self._held
+
+    def fetch(self, holder: object, ranges: Sequence[Range]) -> bool:
+        """Begin to bring these pages into a free slot. False, and nothing, if there is none.
+
+        Raises TierIOError if a disk cannot be read.
+        """
+        with self._lock:
+            slot = next((slot for slot in self._slots if slot.holder is None), None)
+            if slot is None:
+                return False
+            frame = slot.frame
+            for segment, first, num_pages in ranges:
+                run = Run(segment, first, num_pages, frame)
+                run.fence = dict(slot.fence)
+                frame += num_pages
+                slot.runs.append(run)
+            assert frame <= slot.frame + slot.num_frames, "a unit is larger than its slot"
+            slot.holder = holder
+            self._held[id(holder)] = slot
+            done = False
+            try:
+                for run in slot.runs:
+                    self._transfers.page_in(run)
+                done = True
+            finally:
+                if not done:
+                    self._drop(slot)
+            # A ring: the slot that was free longest is taken next, when its last copies are most likely over.
+            self._slots.remove(slot)
+            self._slots.append(slot)
+            return True
+
+    def take(self, holder: object, ranges: Sequence[Range]) -> list[Run]:
+        """A unit's runs, in the order of ``ranges``, once the current stream waits for their bytes."""
+        with self._lock:
+            if not self.holds(holder):
+                if not self.has_free_slot:
+                    self._drop(self._slots[-1])  # the one fetched last is needed last
+                self.fetch(holder, ranges)
+            slot = self._held[id(holder)]
+            stream = self._device.current_stream()
+            for run in slot.runs:
+                assert run.ready is not None
+                stream.wait(run.ready, timed=True)
+                run.users[stream.index] = stream
+            return slot.runs
+
+    def bytes_of(self, run: Run) -> torch.Tensor:
+        """The run's bytes, uint8; good until ``write_back`` or ``give_back``."""
+        return self._arena.bytes_of(run.frame, run.num_bytes)
+
+    def write_back(self, holder: object, written: Sequence[Run]) -> None:
+        """The current stream has written these runs: send them home, and free the slot.
+
+        Raises TierIOError if a disk cannot be written: then the slot keeps its contents.
+        """
+        with self._lock:
+            slot = self._held[id(holder)]
+            stream = self._device.current_stream()
+            self._note_use(slot, stream, written)
+            for run in written:
+                event = self._transfers.page_out(run)
+                if event is not None:
+                    merge_fence(slot.fence, {event.stream.index: event})
+            self._free(slot)
+
+    def give_back(self, holder: object) -> None:
+        """The unit is not done: what its slot holds is worth nothing."""
+        with self._lock:
+            slot = self._held.get(id(holder))
+            if slot is not None:
+                self._drop(slot)
+
+    def forget(self, segment: Segment) -> None:
+        """The home of ``segment`` is about to change: drop what was fetched of it."""
+        if not self._held:
+            return
+        with self._lock:
+            for slot in list(self._held.values()):
+                if any(run.segment is segment for run in slot.runs):
+                    self._drop(slot)
+
+    def _note_use(self, slot: _Slot, stream: Stream, written: Sequence[Run]) -> None:
+        for run in slot.runs:
+            stream.touch(run.region, write=run in written)
+        event = stream.record()
+        for run in slot.runs:
+            run.uses = {event.stream.index: event}
+        merge_fence(slot.fence, {event.stream.index: event})
+
+    def _drop(self, slot: _Slot) -> None:
+        for run in slot.runs:
+            for stream in run.users.values():
+                event = stream.record()
+                merge_fence(slot.fence, {event.stream.index: event})
+            if run.ready is not None:
+                merge_fence(slot.fence, {run.ready.stream.index: run.ready})
+        self._free(slot)
+
+    def _free(self, slot: _Slot) -> None:
+        if slot.holder is None:
+            return
+        del self._held[id(slot.holder)]
+        slot.holder = None
+        slot.runs = []
+        if self._poison:
+            from pager.device.base import Region
+
+            h2d = self._device.h2d
+            for event in slot.fence.values():
+                h2d.wait(event)
+            memory = self._arena.bytes_of(slot.frame, slot.num_frames * self._arena.page_size)
+            h2d.fill(memory, 0xFF, writes=Region("device", slot.frame, slot.frame + slot.num_frames))
+            event = h2d.record()
+            slot.fence = {event.stream.index: event}
+
+    def can_hold(self, segments: Sequence[Segment]) -> bool:
+        """Whether the homes of these segments are where staging works from: host memory.
+
+        A disk would make the host wait; pagerd hides that for ordinary residents.
+        """
+        return all(int(self._table.home[segment.first_page]) == Home.HOST for segment in segments)

@@ -1,0 +1,159 @@
+"""The part of an optimizer step that waits until its parameters are used next.
+
+``optimizer.step()`` owes the user new values, not their computation. So a parameter whose update can stream is only
+marked: the step's group values and gradients are kept, and whoever touches the parameter (or its gradient, or its
+states) next finishes its update first, on the stream where it is needed. In a training loop that is the next
+forward, so the states stream underneath its compute, in the order in which the forward needs the parameters.
+
+What must be seen at once is: values of the state that are not shaped like the parameter (Adam's ``step``) move on
+before ``step()`` returns, by running the user's class on one-element stand-ins.
+
+Nothing is lost by waiting: a state dict, another step, ``close()`` finish what is left. A gradient that the user
+drops meanwhile (``zero_grad()``) is kept, unseen, until its update has run.
+
+Only torch's own optimizers wait. A class of the user's may look at values and raise; that belongs into ``step()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pager.interrupts import uninterrupted
+
+if TYPE_CHECKING:
+    from pager.mmu.binding import Binding
+    from pager.optim.streamed import StreamedUnit
+    from pager.optim.update import Update
+
+
+def may_wait(optimizer_class: type) -> bool:
+    """Whether updates by this class may run later than ``step()``: its step must not depend on values."""
+    return optimizer_class.__module__.startswith("torch.optim")
+
+
+class Deferred:
+    """The waiting units of one step, by parameter, in the order of the next forward."""
+
+    def __init__(self, update: Update, units: list[StreamedUnit]) -> None:
+        self._update = update
+        self._units: dict[Binding, list[StreamedUnit]] = {}
+        for unit in units:
+            self._units.setdefault(unit.progress.binding, []).append(unit)
+        self._released: set[Binding] = set()
+        self._lock = threading.RLock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        return not self._units
+
+    def begin(self) -> None:
+        """``step()`` is about to return: what the user can see moves on, and the first states are on their way."""
+        with isolated(self._update):
+            for progress, new in self._new_scalars():
+                progress.new_scalars = new
+            with uninterrupted():
+                for binding, units in self._units.items():
+                    for unit in units:
+                        unit.note(self._update.adopted)
+                    units[0].progress.show_scalars(self._update)
+                    binding.pending = self
+            self._fetch_ahead()
+
+    def _new_scalars(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        update = self._update
+        by_group: dict[int, list[Any]] = {}
+        for units in self._units.values():
+            by_group.setdefault(units[0].progress.group_index, []).append(units[0].progress)
+        for group_index, members in by_group.items():
+            stand_ins = [progress.stand_in(update) for progress in members]
+            new = update.run_class(group_index, [s[0] for s in stand_ins], [s[1] for s in stand_ins])
+            for progress, state in zip(members, new, strict=True):
+                yield progress, {key: value for key, value in state.items() if key in progress.scalars}
+
+    def is_released(self, binding: Binding) -> bool:
+        """Whether the user has dropped the gradient that the waiting update still needs."""
+        return binding in self._released
+
+    def release(self, binding: Binding) -> None:
+        """The user drops the gradient: it goes when the update has run."""
+        self._released.add(binding)
+
+    def run(self, binding: Binding) -> None:
+        """Finish the update of one parameter; does nothing where it is done."""
+        with self._lock:
+            units = self._units.get(binding)
+            if units is None:
+                return
+            update = self._update
+            try:
+                with isolated(update):
+                    while units:
+                        units[0].run(update)
+                        del units[0]
+                        self._fetch_ahead()
+            except Exception as error:
+                if update.refused:
+                    self.give_up()
+                    update.adopted.tear(error)
+                raise
+            with uninterrupted():
+                self._forget(binding)
+
+    def run_all(self) -> None:
+        """Finish all that is left, in order."""
+        while self._units:
+            self.run(next(iter(self._units)))
+
+    def give_up(self) -> None:
+        """Drop all that is left."""
+        for binding in list(self._units):
+            for unit in self._units[binding]:
+                self._update.adopted.engine.staging.give_back(unit)
+            self._forget(binding)
+
+    def _forget(self, binding: Binding) -> None:
+        del self._units[binding]
+        binding.pending = None
+        if binding in self._released and binding.gradient is not None:
+            self._update.adopted.engine.discard(binding.gradient.segment)
+        if not self._units:
+            self._update.end()
+
+    def _fetch_ahead(self) -> None:
+        adopted = self._update.adopted
+        if not adopted.engine.staging.has_free_slot:
+            return
+        for units in self._units.values():
+            for unit in units:
+                if not unit.fetch(adopted):
+                    return
+
+
+@contextlib.contextmanager
+def isolated(update: Update) -> Iterator[None]:
+    """Run an update from inside whatever the user is doing: a forward under autocast, in inference mode, under a
+    dispatch mode of a checkpoint. None of it may see, or change, the update.
+    """
+    device_type = update.adopted.engine.device.torch_device.type
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device_type, enabled=False),
+        torch._C.DisableTorchFunction(),
+        _without_dispatch_modes(),
+    ):
+        yield
+
+
+def _without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    from torch.utils import _python_dispatch
+
+    # Private, but the only way; a torch without it has no modes to be kept out of.
+    disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
+    return disable()

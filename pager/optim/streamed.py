@@ -1,0 +1,190 @@
+"""Units of the update whose optimizer state streams through staging slots.
+
+A unit is a slice of a parameter. Its states are brought into a slot (`pager.engine.staging`) several units ahead, its
+gradient too where that is not on the device; the user's class steps on a copy of the parameter's slice and on the
+slot itself; then the slice is written to the parameter and the slot goes home. Until that moment nothing but the
+copy and the slot has changed, so a unit that is interrupted, or whose class raises, begins anew.
+
+A state that somebody holds on the device, or that stays there, is stepped as a copy and written in place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pager.interrupts import uninterrupted
+from pager.mmu.binding import strided_view
+from pager.optim.schedule import note_accesses, unit_ranges
+from pager.page_table import Home
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pager.address_space import Segment
+    from pager.engine.engine import Engine
+    from pager.engine.run import Run
+    from pager.mmu.binding import Binding
+    from pager.optim.adopted import AdoptedOptimizer
+    from pager.optim.schedule import Slice
+    from pager.optim.update import Progress, Update
+
+
+def can_stream(adopted: AdoptedOptimizer, binding: Binding, keys: Iterable[str]) -> bool:
+    """Whether a parameter's sliceable update can go through staging: each state (``keys``) has a value, and a home
+    that staging works from.
+    """
+    engine = adopted.engine
+    states = adopted.paged_states(binding)
+    if binding.gradient is None or set(keys) != set(states):
+        return False
+    if not adopted.stages(binding):
+        return False
+    homes = (int(engine.table.home[state.segment.first_page]) for state in states.values())
+    return all(home != Home.DISK for home in homes) and all(
+        engine.has_value(state.segment) for state in states.values()
+    )
+
+
+class StreamedUnit:
+    """A slice of a paged parameter whose states pass through a staging slot."""
+
+    __slots__ = ("_is_noted", "_keys", "_stages_gradient", "piece", "progress")
+
+    def __init__(self, progress: Progress, piece: Slice) -> None:
+        self.progress = progress
+        self.piece = piece
+        self._is_noted = False
+        # Decided when the unit is fetched: the states in its slot, and whether the gradient's slice is there too.
+        self._keys: list[str] = []
+        self._stages_gradient = False
+
+    # -- ahead of the compute ----------------------------------------------------------------------
+
+    def fetch(self, adopted: AdoptedOptimizer) -> bool:
+        """Begin to bring what the unit needs. False if there is no slot for it now."""
+        engine = adopted.engine
+        staging = engine.staging
+        if staging.holds(self):
+            return True
+        if not staging.has_free_slot:
+            return False
+        return staging.fetch(self, self._choose(adopted))
+
+    def _choose(self, adopted: AdoptedOptimizer) -> list[tuple[Segment, int, int]]:
+        engine = adopted.engine
+        states = adopted.paged_states(self.progress.binding)
+        self._keys = [key for key, state in states.items() if _leaves_the_arena(engine, state)]
+        ranges = [(states[key].segment, *self.piece.pages(states[key].segment)) for key in self._keys]
+        slot = self.progress.binding.gradient
+        assert slot is not None
+        gradient = (slot.segment, *self.piece.pages(slot.segment))
+        at_home = int(engine.table.home[slot.segment.first_page]) == Home.HOST
+        self._stages_gradient = at_home and not engine.runs_over(*gradient)
+        return [*ranges, gradient] if self._stages_gradient else ranges
+
+    # -- the update --------------------------------------------------------------------------------
+
+    def run(self, update: Update) -> None:
+        """Step the slice; all of it, or nothing."""
+        adopted = update.adopted
+        self.note(adopted)
+        staging = adopted.engine.staging
+        ranges = self._choose(adopted) if not staging.holds(self) else self._ranges(adopted)
+        done = False
+        try:
+            self._run(update, staging.take(self, ranges))
+            done = True
+        finally:
+            if not done:
+                staging.give_back(self)
+
+    def note(self, adopted: AdoptedOptimizer) -> None:
+        """Tell the timeline of the unit's accesses: once, when the step is made, however late it runs."""
+        if not self._is_noted:
+            self._is_noted = True
+            note_accesses(adopted.engine, unit_ranges(adopted, self.progress.binding, self.piece))
+
+    def _ranges(self, adopted: AdoptedOptimizer) -> list[tuple[Segment, int, int]]:
+        states = adopted.paged_states(self.progress.binding)
+        ranges = [(states[key].segment, *self.piece.pages(states[key].segment)) for key in self._keys]
+        slot = self.progress.binding.gradient
+        if self._stages_gradient and slot is not None:
+            ranges.append((slot.segment, *self.piece.pages(slot.segment)))
+        return ranges
+
+    def _run(self, update: Update, staged: list[Run]) -> None:
+        adopted = update.adopted
+        engine = adopted.engine
+        binding = self.progress.binding
+        states = adopted.paged_states(binding)
+        leases: list[torch.Tensor] = []
+        try:
+            own, run = self._resident(engine, binding, leases, whole=adopted.keeps_whole(binding.segment))
+            in_slot = {key: self._staged(engine, staged[place]) for place, key in enumerate(self._keys)}
+            direct = {
+                key: self._resident(engine, state, leases) for key, state in states.items() if key not in in_slot
+            }
+            copy = own.clone().requires_grad_(True)
+            copy.grad = self._gradient(engine, binding, staged, leases)
+            state = self.progress.state_of(in_slot | {key: view.clone() for key, (view, _) in direct.items()})
+            new = update.run_class(self.progress.group_index, [copy], [state])[0]
+            for key, view in in_slot.items():
+                if new[key] is not view:
+                    view.copy_(new[key])
+            with uninterrupted():
+                update.committed = True
+                own.copy_(copy)
+                binding.bump_version()
+                engine.wrote(run)
+                for key, (view, state_run) in direct.items():
+                    view.copy_(new[key])
+                    engine.wrote(state_run)
+                engine.staging.write_back(self, staged[: len(self._keys)])
+                self.progress.finish_one(update, self.piece, new)
+        finally:
+            leases.clear()  # a traceback keeps this call's variables alive, and must not keep pages pinned
+
+    def _gradient(
+        self, engine: Engine, binding: Binding, staged: list[Run], leases: list[torch.Tensor]
+    ) -> torch.Tensor:
+        if self._stages_gradient:
+            return self._staged(engine, staged[-1])
+        assert binding.gradient is not None
+        return self._resident(engine, binding.gradient, leases)[0]
+
+    def _staged(self, engine: Engine, run: Run) -> torch.Tensor:
+        count = self.piece.end - self.piece.begin
+        return engine.staging.bytes_of(run).view(run.segment.dtype)[:count]
+
+    def _resident(
+        self, engine: Engine, binding: Binding, leases: list[torch.Tensor], *, whole: bool = False
+    ) -> tuple[torch.Tensor, Run]:
+        """The slice of a tensor on the device, as an ordinary tensor, and the run it lies in."""
+        segment = binding.segment
+        lease, run = binding.fixed, binding.run
+        if lease is None or run is None:
+            first, num_pages = (0, segment.num_pages) if whole else self.piece.pages(segment)
+            with uninterrupted():
+                run = engine.acquire_all(
+                    [(segment, first, num_pages, False)], f"the update of {self.progress.binding.name}"
+                )[0]
+                lease = engine.lease(run)
+        else:
+            engine.use_again(run)
+        leases.append(lease)
+        begin, end, _ = self.piece
+        offset = begin - run.first * segment.page_size // segment.dtype.itemsize
+        view = strided_view(lease.untyped_storage(), segment.dtype, torch.Size((end - begin,)), (1,), offset)
+        return view, run
+
+
+def _leaves_the_arena(engine: Engine, state: Binding) -> bool:
+    """Send what the arena holds of a state home, so that its home can be read; False if it has to stay."""
+    segment = state.segment
+    if state.fixed is not None or int(engine.table.home[segment.first_page]) != Home.HOST:
+        return False
+    if engine.runs_of(segment):
+        engine.evict_segments([segment])
+    return not engine.runs_of(segment)

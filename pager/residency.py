@@ -1,0 +1,101 @@
+"""How the arena is shared out: slots for streaming updates, what stays on the device, and the rest for everybody.
+
+A segment that stays crosses the link never (a parameter) or is where its update is (optimizer state). Unlike a
+wired segment, whose home is the device, it can be let go at any time: when an operation finds no room, or when
+the arena must shrink, everything that stays becomes an ordinary resident again. So this is a decision about
+speed alone, made again whenever the arena has changed.
+
+Parameters first: each crosses the link for forward, backward and update. They stay all or not at all; where only
+some have room, `pager.homes` wires those, spread along the step, and the rest streams.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pager.page_table import Home, PageState
+from pager.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pager.engine.engine import Engine
+    from pager.mmu.binding import Binding
+    from pager.mmu.mmu import Mmu
+
+logger = logging.getLogger("pager.residency")
+
+# Beside what stays, room for gradients on their way and for the tensors of one operation: so many of the largest
+# tensor, and a share of the arena.
+_FREE_TENSORS = 3
+_FREE_SHARE = 8
+# Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
+_RING_SHARE = 8
+_MAX_RING_BYTES = 3 * 2**29
+_MAX_SLOT_BYTES = 192 * 2**20
+MAX_SLOTS = 8
+
+
+class Residency:
+    """Decides which parameters stay on the device, and lets go of them under pressure."""
+
+    def __init__(self, mmu: Mmu) -> None:
+        self._mmu = mmu
+        self._engine: Engine = mmu.engine
+        self._chosen_for = (-1, -1)
+        self._least_slot_bytes = 0
+        self._engine.give_up_kept = self.give_up
+
+    def choose(self, parameters: Iterable[Binding]) -> None:
+        """Decide for the arena as it is now, and bring what is to stay. Does nothing while the arena is the same."""
+        engine = self._engine
+        capacity = engine.arena.capacity_bytes
+        self._reserve_slots()
+        now = capacity, engine.staging.num_bytes
+        if now == self._chosen_for:
+            return
+        self._chosen_for = now
+        parameters = list(parameters)
+        pages = sum(binding.segment.num_pages for binding in parameters)
+        largest = max((binding.segment.num_pages for binding in parameters), default=0)
+        page_size = engine.arena.page_size
+        room = capacity - max(_FREE_TENSORS * largest * page_size, capacity // _FREE_SHARE)
+        keep = pages * page_size <= room - engine.staging.num_bytes
+        for binding in parameters:
+            binding.keep = keep
+        if keep:
+            self._mmu.fix([binding for binding in parameters if self._can_be_fixed(binding)])
+            logger.info("all parameters stay on the device, %s", format_bytes(pages * page_size))
+
+    def needs_slots(self, least_bytes: int) -> None:
+        """An optimizer's updates stream through slots of at least ``least_bytes``."""
+        self._least_slot_bytes = max(self._least_slot_bytes, least_bytes)
+
+    def _reserve_slots(self) -> None:
+        """Set staging slots aside, once it is known what they are for; small ones only where the arena is small."""
+        engine = self._engine
+        page_size = engine.arena.page_size
+        ring_bytes = min(engine.arena.capacity_bytes // _RING_SHARE, _MAX_RING_BYTES)
+        least = self._least_slot_bytes
+        if not least or engine.staging.num_bytes or least > ring_bytes:
+            return
+        slot_frames = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least) // page_size
+        engine.staging.reserve(ring_bytes // (slot_frames * page_size), slot_frames)
+
+    def _can_be_fixed(self, binding: Binding) -> bool:
+        table = self._engine.table
+        page = binding.segment.first_page
+        if int(table.state[page]) == PageState.EMPTY:
+            return False  # on meta still: its first use brings it
+        return binding.fixed is None and int(table.home[page]) != Home.DISK
+
+    def give_up(self) -> bool:
+        """Nothing stays any more, until the arena grows. Whether anything did."""
+        fixed = [binding for binding in list(self._mmu.bindings.values()) if binding.keep]
+        for binding in fixed:
+            binding.keep = False
+            self._mmu.unfix(binding)
+        if fixed:
+            logger.info("device memory ran short: parameters stream from now on")
+        return bool(fixed)
