@@ -45,6 +45,7 @@ class Residency:
         self._engine: Engine = mmu.engine
         self._chosen_for = (-1, -1)
         self._least_slot_bytes = 0
+        self._no_slots_in = 0
         self._engine.give_up_kept = self.give_up
 
     def choose(self, parameters: Iterable[Binding]) -> None:
@@ -53,6 +54,8 @@ class Residency:
         capacity = engine.arena.capacity_bytes
         self._reserve_slots()
         now = capacity, engine.staging.num_bytes
+        if self._no_slots_in == capacity:
+            return
         if now == self._chosen_for:
             return
         self._chosen_for = now
@@ -78,6 +81,8 @@ class Residency:
         page_size = engine.arena.page_size
         ring_bytes = min(engine.arena.capacity_bytes // _RING_SHARE, _MAX_RING_BYTES)
         least = self._least_slot_bytes
+        if engine.arena.capacity_bytes == self._no_slots_in:
+            return
         if not least or engine.staging.num_bytes or least > ring_bytes:
             return
         slot_frames = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least) // page_size
@@ -91,11 +96,13 @@ class Residency:
         return binding.fixed is None and int(table.home[page]) != Home.DISK
 
     def give_up(self) -> bool:
-        """Nothing stays any more, until the arena grows. Whether anything did."""
+        """Nothing stays or is set aside any more, until the arena changes. Whether anything was."""
+        had_slots = self._engine.staging.release()
+        self._no_slots_in = self._engine.arena.capacity_bytes if had_slots else self._no_slots_in
         fixed = [binding for binding in list(self._mmu.bindings.values()) if binding.keep]
         for binding in fixed:
             binding.keep = False
             self._mmu.unfix(binding)
         if fixed:
             logger.info("device memory ran short: parameters stream from now on")
-        return bool(fixed)
+        return bool(fixed) or had_slots

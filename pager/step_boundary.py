@@ -204,7 +204,6 @@ class StepBoundary:
         self._pagerd.pause()
         try:
             engine.give_up_kept()
-            engine.staging.release()
             engine.drain()
             runs = engine.arena.slab_owners(index)
             if any(run.is_kept or run.pins for run in runs) or not engine.reclaimer.evict(runs):

@@ -52,6 +52,8 @@ class _Slot:
     num_frames: int
     fence: Fence = field(default_factory=dict)
     holder: Any = None
+    # Whether the holder is being computed: then the slot is not dropped.
+    taken: bool = False
     runs: list[Run] = field(default_factory=list)
     # What the arena and reclaim ask of the owner of a block.
     rank: None = None
@@ -95,13 +97,16 @@ class Staging:
             self._slots.append(slot)
         return len(self._slots)
 
-    def release(self) -> None:
-        """Give all slots back to the arena; nothing may be in them that is not at home."""
+    def release(self) -> bool:
+        """Give all slots back to the arena; whether there were any. Not while a unit is computed in one."""
         with self._lock:
+            if not self._slots or any(slot.taken for slot in self._slots):
+                return False
             for slot in self._slots:
                 self._drop(slot)
                 self._arena.free(slot.frame, slot.fence)
             self._slots.clear()
+            return True
 
     # -- one unit ----------------------------------------------------------------------------------
 
@@ -150,9 +155,11 @@ class Staging:
         with self._lock:
             if not self.holds(holder):
                 if not self.has_free_slot:
-                    self._drop(self._slots[-1])  # the one fetched last is needed last
+                    # The one fetched last is needed last.
+                    self._drop(next(slot for slot in reversed(self._slots) if not slot.taken))
                 self.fetch(holder, ranges)
             slot = self._held[id(holder)]
+            slot.taken = True
             stream = self._device.current_stream()
             for run in slot.runs:
                 assert run.ready is not None
@@ -192,7 +199,7 @@ class Staging:
             return
         with self._lock:
             for slot in list(self._held.values()):
-                if any(run.segment is segment for run in slot.runs):
+                if not slot.taken and any(run.segment is segment for run in slot.runs):
                     self._drop(slot)
 
     def _note_use(self, slot: _Slot, stream: Stream, written: Sequence[Run]) -> None:
@@ -217,6 +224,7 @@ class Staging:
             return
         del self._held[id(slot.holder)]
         slot.holder = None
+        slot.taken = False
         slot.runs = []
         if self._poison:
             from pager.device.base import Region

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from pager.address_space import Segment
     from pager.engine.run import Run
     from pager.mmu.mmu import Mmu
-    from pager.optim.deferred import Deferred
 
 # Slots of the C++ class, called with torch functions disabled: they act on the tensor object, not on its
 # pages.
@@ -60,6 +59,19 @@ def raw_version(tensor: torch.Tensor) -> int:
         return int(_get_version(tensor))
 
 
+class Pending(Protocol):
+    """An optimizer step's updates that wait for their parameters' next use."""
+
+    def run(self, binding: Binding) -> None:
+        """Finish the update of one parameter."""
+
+    def is_released(self, binding: Binding) -> bool:
+        """Whether the user has dropped the gradient, which is kept for the update."""
+
+    def release(self, binding: Binding) -> None:
+        """The user drops the gradient."""
+
+
 class Binding:
     """A paged tensor's segment, its phantom, and how many operations use it now.
 
@@ -106,7 +118,7 @@ class Binding:
         # The parameter that a gradient or state belongs to; a parameter's own is itself.
         self.owner: Binding = self
         # Set while the parameter's last update waits for its next use (`pager.optim.deferred`).
-        self.pending: Deferred | None = None
+        self.pending: Pending | None = None
         # Versions counted by tensors that stood here before, so that a saved version never fits another
         # tensor.
         self.versions_before = 0

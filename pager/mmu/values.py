@@ -101,6 +101,8 @@ class HomeAliases:
             return  # nearly always: a step owes nothing to state dicts that nobody holds
         bindings = self._mmu.bindings
         engine = self._mmu.engine
+        shown = {*held, *(index for index, _ in copies)}
+        self._mmu.before_access([bindings[index] for index in sorted(shown) if index in bindings])
         segments = [bindings[index].segment for index in held if index in bindings]
         engine.flush(segments)
         for segment in segments:

@@ -62,6 +62,8 @@ class Deferred:
                     for unit in units:
                         unit.note(self._update.adopted)
                     units[0].progress.show_scalars(self._update)
+                    # For autograd the parameter has changed now: it must refuse a graph from before the step.
+                    binding.bump_version()
                     binding.pending = self
             self._fetch_ahead()
 

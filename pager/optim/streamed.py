@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 
 def can_stream(adopted: AdoptedOptimizer, binding: Binding, keys: Iterable[str]) -> bool:
-    """Whether a parameter's sliceable update can go through staging: each state (``keys``) has a value, and a home
+    """Whether a parameter's sliceable update can go through staging: each state (``keys``) is there, and has a home
     that staging works from.
     """
     engine = adopted.engine
     states = adopted.paged_states(binding)
-    if binding.gradient is None or set(keys) != set(states):
+    live = adopted.optimizer.state.get(binding.tensor, {})
+    paged = {key for key, state in states.items() if live.get(key) is state.tensor}
+    if binding.gradient is None or not set(keys) == set(states) == paged:
         return False
     if not adopted.stages(binding):
         return False
@@ -74,6 +76,9 @@ class StreamedUnit:
 
     def _choose(self, adopted: AdoptedOptimizer) -> list[tuple[Segment, int, int]]:
         engine = adopted.engine
+        self._keys, self._stages_gradient = [], False
+        if not engine.staging.slot_bytes:  # memory was short, and the slots are gone
+            return []
         states = adopted.paged_states(self.progress.binding)
         self._keys = [key for key, state in states.items() if _leaves_the_arena(engine, state)]
         ranges = [(states[key].segment, *self.piece.pages(states[key].segment)) for key in self._keys]
@@ -94,7 +99,7 @@ class StreamedUnit:
         ranges = self._choose(adopted) if not staging.holds(self) else self._ranges(adopted)
         done = False
         try:
-            self._run(update, staging.take(self, ranges))
+            self._run(update, staging.take(self, ranges) if ranges else [])
             done = True
         finally:
             if not done:
@@ -124,7 +129,9 @@ class StreamedUnit:
             own, run = self._resident(engine, binding, leases, whole=adopted.keeps_whole(binding.segment))
             in_slot = {key: self._staged(engine, staged[place]) for place, key in enumerate(self._keys)}
             direct = {
-                key: self._resident(engine, state, leases) for key, state in states.items() if key not in in_slot
+                key: self._resident(engine, state, leases)
+                for key, state in states.items()
+                if key not in in_slot
             }
             copy = own.clone().requires_grad_(True)
             copy.grad = self._gradient(engine, binding, staged, leases)
@@ -136,12 +143,14 @@ class StreamedUnit:
             with uninterrupted():
                 update.committed = True
                 own.copy_(copy)
-                binding.bump_version()
+                if binding.pending is None:  # else it was counted when the step returned
+                    binding.bump_version()
                 engine.wrote(run)
                 for key, (view, state_run) in direct.items():
                     view.copy_(new[key])
                     engine.wrote(state_run)
-                engine.staging.write_back(self, staged[: len(self._keys)])
+                if staged:
+                    engine.staging.write_back(self, staged[: len(self._keys)])
                 self.progress.finish_one(update, self.piece, new)
         finally:
             leases.clear()  # a traceback keeps this call's variables alive, and must not keep pages pinned

@@ -222,7 +222,9 @@ class Progress:
     def show_scalars(self, update: Update) -> None:
         """Write what the step makes of the scalars into the user's state dict."""
         assert self.new_scalars is not None
-        _commit_state(update.adopted.optimizer.state[self.binding.tensor], self.new_scalars)
+        states = update.adopted.optimizer.state
+        if self.new_scalars or self.binding.tensor in states:
+            _commit_state(states[self.binding.tensor], self.new_scalars)
 
     def finish_one(self, update: Update, piece: Slice, new: dict[str, Any]) -> None:
         """A unit is done that left the state dict ``new``; with the last one the scalars become the new ones."""

@@ -316,3 +316,29 @@ def train_over_disk(skip: Skip, folder: Path) -> None:
 def train_with_poison(skip: Skip, folder: Path) -> None:
     """Freed frames are overwritten at once."""
     train_with(skip, poison=True)
+
+
+def train_through_staging(skip: Skip, folder: Path) -> None:
+    """Optimizer states stream through slots, while parameters stream too."""
+    results = []
+    for managed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if managed:
+            checks = Checks(streams="late", happens_before=True, poison=True, daemon="inline", skip_wait=skip)
+            knobs: dict[str, Any] = {"device": "cpu", "page_size": "16KiB", "device_budget": "480KiB"}
+            pager.manage(model, optimizer, checks=checks, **knobs)
+        x = torch.linspace(-1, 1, 96).repeat(2, 1)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x * (step + 1)).square().sum().backward()
+            optimizer.step()
+        if managed:
+            runtime = handle_of(model)._runtime
+            if not runtime.engine.streamed:
+                raise WrongBytes("nothing went through staging")
+        results.append([param.detach().clone() for param in model.parameters()])
+        if managed:
+            handle_of(model).close()
+    check_tensors(results[0], results[1], "training")

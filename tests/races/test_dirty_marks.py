@@ -23,6 +23,7 @@ from tests.races.scenarios import (
     handle_of,
     make_managed_layer,
     train_over_host,
+    train_through_staging,
 )
 from tests.races.sites import current_site, find_sites, skip_only
 
@@ -148,16 +149,56 @@ def load_between_forward_and_backward() -> None:
     handle_of(layer).close()
 
 
+def train_streaming() -> None:
+    """Parameters that stream keep what their updates wrote."""
+    train_through_staging(skip_only(None), None)  # type: ignore[arg-type]
+
+
+class OnesOwn(torch.optim.AdamW):
+    """Not torch's: its updates do not wait for the parameters' next use."""
+
+
+def step_between_forward_and_backward() -> None:
+    """Torch refuses a backward through values from before the step, and so do we, though the update waits."""
+    step_under_a_graph(torch.optim.AdamW)
+
+
+def step_of_ones_own_between_forward_and_backward() -> None:
+    """The same where the update has run when the step returns."""
+    step_under_a_graph(OnesOwn)
+
+
+def step_under_a_graph(optimizer_class: type[torch.optim.AdamW]) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96, bias=False) for _ in range(4)))
+    optimizer = optimizer_class(model.parameters())
+    checks = Checks(streams="late", happens_before=True, poison=True, daemon="inline")
+    pager.manage(model, optimizer, device="cpu", page_size="16KiB", device_budget="600KiB", checks=checks)
+    x = torch.ones(1, 96, requires_grad=True)
+    for _ in range(2):  # the first step makes the states
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    before = model(x).sum()
+    model(x).sum().backward()
+    optimizer.step()
+    expect_refusal(before)
+    handle_of(model).close()
+
+
 CONTROLS: dict[str, Callable[[], None]] = {
     "engine/faults.py:Faults._begin_use:mark_dirty": overwrite_what_is_clean,
     "engine/leases.py:Leases._note_write:mark_dirty": write_in_place,
     "engine/leases.py:Leases.mark_dirty:mark_dirty": write_in_place,
+    "engine/leases.py:Leases.wrote:mark_dirty": train_streaming,
     "mmu/gradient.py:Gradients._add:bump_version": accumulate_a_gradient_at_home,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,
     "mmu/mmu.py:_count_writes:bump_version": unscale_a_gradient,
     "optim/update.py:_PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
     "optim/update.py:_PagedUnit._commit:mark_dirty#2": train,
     "optim/update.py:_PagedUnit._commit:bump_version": train,
+    "optim/deferred.py:Deferred.begin:bump_version": step_between_forward_and_backward,
+    "optim/streamed.py:StreamedUnit._run:bump_version": step_of_ones_own_between_forward_and_backward,
 }
 
 

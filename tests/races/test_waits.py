@@ -21,6 +21,8 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("engine/faults.py:Faults._begin_use:wait", None, scenarios.use_what_was_paged_in),
     ("engine/faults.py:Faults._begin_use:wait", "d2h", scenarios.in_place_write_after_a_write_back),
     ("engine/faults.py:Faults._begin_use:wait", None, scenarios.train_over_host),
+    ("engine/staging.py:Staging.take:wait", None, scenarios.train_through_staging),
+    ("engine/staging.py:Staging._free:wait", None, scenarios.train_through_staging),
     ("engine/reclaim.py:Reclaimer.write_back:wait", None, scenarios.write_through_a_view_after_a_write_back),
     ("engine/transfer.py:Transfers.page_in:wait#1", None, scenarios.page_in_over_a_page_out),
     ("engine/transfer.py:Transfers.page_in:wait#1", None, scenarios.train_over_host),
