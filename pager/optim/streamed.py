@@ -72,13 +72,11 @@ class StreamedUnit:
             return True
         if not staging.has_free_slot:
             return False
-        return staging.fetch(self, self._choose(adopted))
+        ranges = self._choose(adopted)
+        return bool(ranges) and staging.fetch(self, ranges)
 
     def _choose(self, adopted: AdoptedOptimizer) -> list[tuple[Segment, int, int]]:
         engine = adopted.engine
-        self._keys, self._stages_gradient = [], False
-        if not engine.staging.slot_bytes:  # memory was short, and the slots are gone
-            return []
         states = adopted.paged_states(self.progress.binding)
         self._keys = [key for key, state in states.items() if _leaves_the_arena(engine, state)]
         ranges = [(states[key].segment, *self.piece.pages(states[key].segment)) for key in self._keys]
@@ -87,7 +85,12 @@ class StreamedUnit:
         gradient = (slot.segment, *self.piece.pages(slot.segment))
         at_home = int(engine.table.home[slot.segment.first_page]) == Home.HOST
         self._stages_gradient = at_home and not engine.runs_over(*gradient)
-        return [*ranges, gradient] if self._stages_gradient else ranges
+        ranges += [gradient] if self._stages_gradient else []
+        if sum(num_pages for *_, num_pages in ranges) * slot.segment.page_size > engine.staging.slot_bytes:
+            # Memory was short since the step was made, and the slots are gone, or smaller.
+            self._keys, self._stages_gradient = [], False
+            return []
+        return ranges
 
     # -- the update --------------------------------------------------------------------------------
 
