@@ -23,6 +23,7 @@ from pager.mmu import values
 from pager.mmu.binding import strided_view
 from pager.optim import stand_in
 from pager.page_table import Home
+from pager.policies.protocol import make_eviction_policy
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -61,6 +62,8 @@ class Closing:
     def _stop(self) -> None:
         runtime = self._runtime
         runtime.pagerd.close()
+        # The way out must not depend on a policy of the user's.
+        runtime.engine.set_policy(make_eviction_policy("lru"))
         try:
             runtime.engine.raise_failure()
         except BaseException as error:  # raised at the end, when everything is out

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from pager.device.base import Region
+from pager.engine.checked_policy import CheckedPolicy
 from pager.engine.reclaim import Reclaimer
 from pager.engine.run import Run
 from pager.engine.timeline import Timeline
@@ -62,7 +63,7 @@ class Leases:
         self.table = table
         self.arena = arena
         self.transfers = transfers
-        self.policy = policy
+        self.policy = CheckedPolicy(policy)
         self.counters = counters
         self.timeline = Timeline()
         self.lock = threading.RLock()
@@ -92,6 +93,13 @@ class Leases:
             self._runs[segment.index] = []
             self.timeline.resize(len(self.space.segments))
             self.policy.resize(len(self.space.segments))
+
+    def set_policy(self, policy: EvictionPolicy) -> None:
+        """Another policy decides from now on; what the old one failed with is no concern any more."""
+        with self.lock:
+            checked = CheckedPolicy(policy)
+            checked.resize(len(self.space.segments))
+            self.policy = checked
 
     def unregister(self, segment: Segment) -> None:
         """Forget a segment without a value; its index is never used again."""
@@ -243,7 +251,8 @@ class Leases:
             self.changed.notify_all()
 
     def raise_failure(self) -> None:
-        """Raise, once, what pagerd failed with."""
+        """Raise, once, what pagerd or the eviction policy failed with."""
+        self.policy.raise_failure()
         if self.failure is not None:
             with self.lock:
                 error, self.failure = self.failure, None
