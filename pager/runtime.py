@@ -98,7 +98,10 @@ class Runtime:
         page_size = config.page_bytes
         refusal = self._probe(parameters, optimizers)
         self.budget = DeviceBudget(
-            self.device, config, small_bytes=bill.small_bytes(parameters, self.model, self._states)
+            self.device,
+            config,
+            small_bytes=bill.small_bytes(parameters, self.model, self._states),
+            remedy=bill.smaller_pages(parameters, page_size),
         )
         undo.callback(self.budget.close)
         self.space = AddressSpace(page_size)

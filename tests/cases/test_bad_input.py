@@ -66,6 +66,23 @@ def test_a_budget_smaller_than_the_largest_parameter_says_which_and_how_much() -
     )
 
 
+def test_pages_larger_than_every_tensor_are_too_large_not_the_budget_too_small() -> None:
+    def make() -> models.Case:
+        return models.make_mlp(width=256, depth=1)
+
+    message = r"1\.00 MiB.*0\.weight is the largest \(256\.00 KiB\): lower page_size to 256\.00 KiB"
+    check_refused(make, pager.BudgetError, message, device_budget="600KiB", page_size="1MiB")
+    manage(make().model, device_budget="600KiB", page_size="256KiB").pager.close()
+
+
+def test_a_budget_below_tensors_that_no_page_is_small_enough_for() -> None:
+    def make() -> models.Case:
+        return models.make_mlp(width=32, depth=1)
+
+    message = r"nothing is left for pages\. Raise device_budget\."
+    check_refused(make, pager.BudgetError, message, device_budget="2KiB", page_size="1MiB")
+
+
 def test_a_budget_smaller_than_the_largest_operation_says_which_and_how_much() -> None:
     """An LSTM's weights are one operation's arguments, so they must be there together."""
     case = models.make_lstm()
