@@ -253,6 +253,11 @@ class Runtime:
             return
         args, kwargs = ((), dict(example)) if isinstance(example, dict) else (tuple(example), {})
         self.capture(args, kwargs)
+        if self.planner.wrong_inputs is not None:
+            raise ConfigError(
+                f"example_inputs are no inputs of {type(self.model).__name__}, whose forward() says: "
+                f"{self.planner.wrong_inputs}. Give what the model is called with in training, or leave them out"
+            )
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan from one step without data on these inputs."""

@@ -117,6 +117,45 @@ def test_a_disk_budget_below_the_state_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("example", "match"),
+    [
+        ((torch.zeros(2, 5),), r"RuntimeError: .*\[2, 5\] X \[96, 96\]"),
+        ((torch.zeros(2, 96), torch.zeros(2)), "too many positional arguments"),
+        ((), "missing a required argument: 'input'"),
+        ({"x": torch.zeros(2, 96)}, "missing a required argument|unexpected keyword argument 'x'"),
+        (("text",), "TypeError: linear.*must be Tensor, not str"),
+    ],
+)
+def test_example_inputs_that_the_model_does_not_take(
+    example: Any, match: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = rf"example_inputs are no inputs of \w+, whose forward\(\) says: .*{match}.*leave them out"
+    check_refused(models.make_mlp, pager.ConfigError, message, example_inputs=example, storages=False)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class LooksAtValues(nn.Module):
+    """Capture cannot run it, on inputs that are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(96, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return self.linear(y) if y.sum() > 0 else y
+
+
+def test_a_model_that_capture_cannot_run_is_recorded_without_a_word_of_torchs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = manage(LooksAtValues(), device_budget="200KiB", example_inputs=(torch.zeros(2, 96),))
+    assert "recorded first step" in str(model.pager.plan)
+    assert "Traceback" not in capfd.readouterr().err
+    model.pager.close()
+
+
 def test_not_a_module() -> None:
     with pytest.raises(TypeError, match=r"torch\.nn\.Module.*list"):
         pager.manage([nn.Linear(2, 2)])  # type: ignore[type-var]
