@@ -69,6 +69,7 @@ class Update:
         # write to them too: then the copies that were stepped go back into the gradients.
         self.writes_gradients = self.attributes.get("grad_scale") is not None
         adopted.page_existing_state()
+        self._num_states = len(optimizer.state)
         self.todo: deque[_SmallUnit | _PagedUnit] = deque(self._units())
 
     def _units(self) -> list[_SmallUnit | _PagedUnit]:
@@ -112,7 +113,20 @@ class Update:
             while self.todo:
                 self.todo[0].run(self)
                 self.todo.popleft()
+        self._order_states()
         self._keeps_alive = None
+
+    def _order_states(self) -> None:
+        """Parameters that got a state in this step stand in the order of their groups, as torch makes them."""
+        states = self.adopted.optimizer.state
+        if len(states) == self._num_states:
+            return
+        new = {id(param) for param in list(states)[self._num_states :]}
+        params = (param for group in self.adopted.optimizer.param_groups for param in group["params"])
+        with uninterrupted():
+            for param in [param for param in params if id(param) in new]:
+                states[param] = states.pop(param)
+            self._num_states = len(states)
 
     def run_class(
         self, group_index: int, params: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]
