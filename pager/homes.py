@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from pager.address_space import AddressSpace, Segment, span_elements
-from pager.errors import BudgetError, TierFull
+from pager.errors import BudgetError, ConfigError, TierFull, TierIOError
 from pager.page_table import Home, PageTable
 from pager.policies.placement import PlacementError, place
 from pager.tiers.disk_file import DiskFile
@@ -198,9 +198,17 @@ class Homes:
         )
 
     def open_disk(self, folder: str | Path | None, budget_bytes: int, *, checksum: bool) -> DiskFile | None:
-        """Open the third tier, still without a frame, where there is a ``folder``. Raises TierIOError."""
+        """Open the third tier, without a frame yet, where there is a ``folder``. Raises ConfigError."""
         if folder is not None:
-            self._disk = DiskFile(folder, self._page_size, 0, checksum=checksum, budget_bytes=budget_bytes)
+            try:
+                self._disk = DiskFile(
+                    folder, self._page_size, 0, checksum=checksum, budget_bytes=budget_bytes
+                )
+            except TierIOError as error:
+                why = str(error.strerror).removeprefix("disk: ")
+                raise ConfigError(
+                    f"disk={str(folder)!r}: {why}. Name a folder where this user may make files"
+                ) from error
         return self._disk
 
     def _reserve_disk(self, num_frames: int) -> None:

@@ -42,6 +42,12 @@ from tests.cases.same import PAGE, check_equal, check_ordinary, manage, train
         ({"device": "tpu"}, ValueError, "device.*tpu"),
         ({"disk_budget": "1GiB"}, ValueError, "disk_budget.*disk is None"),
         ({"disk": "/nonexistent/folder"}, ValueError, "/nonexistent/folder"),
+        ({"disk": "/proc"}, pager.ConfigError, "disk='/proc': .*Name a folder"),
+        (
+            {"disk": __file__},
+            pager.ConfigError,
+            "disk='.*test_bad_input.*': .*Not a directory.*Name a folder",
+        ),
         ({"update_on": "cpu"}, ValueError, "update_on.*not available yet"),
         ({"update_on": "moon"}, ValueError, "update_on.*moon"),
         ({"update_at": "backward"}, ValueError, "update_at.*not available yet"),
