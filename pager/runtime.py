@@ -130,7 +130,7 @@ class Runtime:
         self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
         if self.disk is not None:
             undo.callback(self.disk.close)
-        self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=max(host_bytes, 0), disk_bytes=disk_bytes)
+        self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )

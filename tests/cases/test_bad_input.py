@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,15 @@ def test_a_host_budget_below_the_state_is_refused_with_the_bill() -> None:
         r"parameters .*KiB.*gradients.*states.*host_budget",
         host_budget="1MiB",
     )
+
+
+def test_a_host_budget_raised_by_what_it_lacks_is_enough() -> None:
+    with pytest.raises(pager.BudgetError, match="which so lacks") as caught:
+        manage(models.make_mlp().model, host_budget="1MiB")
+    lacks = re.search(r"so lacks (\d+)\.\d+ MiB", str(caught.value))
+    assert lacks is not None
+    host_budget = (int(lacks[1]) + 16) * 2**20  # the process may have grown meanwhile
+    manage(models.make_mlp().model, host_budget=host_budget).pager.close()
 
 
 def test_a_disk_budget_below_the_state_is_refused(tmp_path: Path) -> None:
