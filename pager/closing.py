@@ -51,6 +51,8 @@ class Closing:
                 return
             self._inside = True
             try:
+                # Before anything is taken apart: a write to a held state dict may be refused here.
+                runtime.mmu.aliases.settle_all()
                 self._stop()
                 self._take_out()
                 self._release()
