@@ -43,7 +43,7 @@ class _Uninterrupted:
 
     Any line here may be struck by a handler that still, or again, stands in its place; it may raise, or use a managed
     model and so come here. Hence the user's handlers are kept in ``_handlers``, and a noter that is left behind is no
-    loss: it passes signals on, and the next block puts the handler back.
+    loss: at the next signal, or block, it puts the handlers back and passes the signal on.
     """
 
     def __init__(self) -> None:
@@ -90,11 +90,9 @@ class _Uninterrupted:
         self._found = found
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        handler = self._handlers[number]
-        if self._depth:
-            self._noted.setdefault(number, (handler, frame))
-        else:
-            handler(number, frame)
+        self._noted.setdefault(number, (self._handlers[number], frame))
+        if self._depth == 0:
+            self._leave()  # of a block that is being entered or left, or was struck in doing so
 
     def __exit__(self, *error: object) -> None:
         if self._depth == 0 or threading.get_ident() != threading.main_thread().ident:

@@ -29,6 +29,7 @@ from pager.engine.reclaim import Reclaimer
 from pager.engine.run import Run
 from pager.engine.timeline import Timeline
 from pager.engine.transfer import EXTENT_BYTES
+from pager.interrupts import uninterrupted
 from pager.page_table import PageState
 from pager.tiers.device_arena import merge_fence
 from pager.units import ceil_div
@@ -185,6 +186,10 @@ class Leases:
         """Work off the notes of dead leases: uses become events, moved versions become dirty pages."""
         if self._released.empty():
             return
+        with uninterrupted():  # a note that was taken and not worked off would keep its frames for ever
+            self._work_off()
+
+    def _work_off(self) -> None:
         released: list[Run] = []
         while True:
             try:

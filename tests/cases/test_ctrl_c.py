@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -119,23 +118,4 @@ def test_a_signal_inside_the_page_table(
         interrupt_at(patch, PageTable, verb, call, lambda: signal.raise_signal(striking))
         with pytest.raises(Struck):
             model(X).square().mean().backward()
-    check_goes_on(model, optimizer, make(), done=1)
-
-
-@pytest.mark.parametrize("microseconds", [300, 700, 1100, 1900, 2900, 4300])
-def test_a_timeout_anywhere_in_a_step(microseconds: int) -> None:
-    """An alarm clock that rings again and again while steps run."""
-    model, optimizer = make_managed()
-    step(model, optimizer)
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
-        for _ in range(10):
-            with contextlib.suppress(Struck):
-                signal.setitimer(signal.ITIMER_REAL, microseconds / 1e6)
-                model(X).square().mean().backward()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            assert signal.getsignal(signal.SIGALRM) is strike
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     check_goes_on(model, optimizer, make(), done=1)

@@ -222,6 +222,7 @@ def test_signals_between_the_lines_of_the_block_itself(tick: int) -> None:
     finally:
         sys.settrace(before)
     assert struck == (lines[0] >= tick)
+    assert signal.getsignal(signal.SIGUSR2) is other
     with uninterrupted():
         pass
     assert signal.getsignal(signal.SIGUSR2) is other
