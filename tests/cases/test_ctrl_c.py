@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pager
 from pager.config import Checks
+from pager.engine.leases import Leases
 from pager.mmu.binding import Binding
 from pager.page_table import PageTable
 
@@ -118,4 +119,22 @@ def test_a_signal_inside_the_page_table(
         interrupt_at(patch, PageTable, verb, call, lambda: signal.raise_signal(striking))
         with pytest.raises(Struck):
             model(X).square().mean().backward()
+    check_goes_on(model, optimizer, make(), done=1)
+
+
+def test_a_signal_while_notes_of_dead_leases_are_worked_off(
+    striking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each note is taken once: one that was dropped would keep its frames pinned for ever."""
+    model, optimizer = make_managed()
+    step(model, optimizer)
+    params: Any = [model.get_parameter("0.weight"), model.get_parameter("2.weight")]
+    engine = params[0]._pager.mmu.engine
+    views = [param.detach() for param in params]
+    views.clear()
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, Leases, "_record_uses", 1, lambda: signal.raise_signal(striking))
+        with pytest.raises(Struck):
+            engine.drain()
+    assert [run.pins for param in params for run in engine.runs_of(param._pager.segment)] == [0, 0]
     check_goes_on(model, optimizer, make(), done=1)
