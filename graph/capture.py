@@ -26,7 +26,6 @@ Why not run it once on zeros: that needs the memory this project exists to save.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import logging
@@ -42,20 +41,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from pager.graph.access import ACCESS_DTYPE, AccessRecorder, Traced, TracedParameter, hooks_beneath
+from pager.graph.twin import REAL_LIMIT_BYTES, empty_on_meta, empty_twin, make_twin, meta_twin
+from pager.graph.wrong_inputs import (
+    ForwardFailed,
+    NotOnThisRung,
+    fault_of_inputs,
+    in_forward,
+    quiet_fake_tensors,
+    unfit_call,
+)
 
 log = logging.getLogger(__name__)
 
 Way = Literal["meta", "fake", "recorded"]
-
-# An operation on real integers whose result would be larger gives a tensor without data instead: attention
-# masks grow with the square of the sequence. Control flow looks at small tensors.
-REAL_LIMIT_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +73,7 @@ class Capture:
     `peak_activation_bytes`: largest sum of live intermediates (saved ones too), without parameters, buffers,
     inputs and finished gradients. On meta tensors attention counts with its scores: fused kernels exist on
     real devices only. For "recorded" all are empty or 0.
+    `wrong_inputs`: for "recorded", what the model says of inputs that it does not take.
     """
 
     way: Way
@@ -78,6 +82,7 @@ class Capture:
     flops: npt.NDArray[np.float64]
     moved_bytes: npt.NDArray[np.float64]
     peak_activation_bytes: int
+    wrong_inputs: str | None = None
 
     @property
     def num_ticks(self) -> int:
@@ -187,80 +192,9 @@ class StepMeter(TorchDispatchMode):
         self.live_bytes -= size
 
 
-class _DataFreeCopies(TorchFunctionMode):
-    """While `copy.deepcopy` runs: tensors are replaced by `make(tensor)`, wherever they are found."""
-
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), self._make(tensor))
-        if func is Tensor.clone:  # a Parameter that is in no module copies itself by clone
-            return self._make(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def empty_twin(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor without data, from metadata alone."""
-    twin = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
-    return twin.requires_grad_(tensor.requires_grad)
-
-
-def _empty_meta(tensor: Tensor) -> Tensor:
-    return empty_twin(tensor, torch.device("meta"))
-
-
-def _meta_twin(tensor: Tensor) -> Tensor:
-    counts = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
-    if counts and tensor.nbytes <= REAL_LIMIT_BYTES:
-        return tensor.detach().to("cpu", copy=True)
-    return _empty_meta(tensor)
-
-
-def _take_off_hooks(model: nn.Module, owners: Iterable[object]) -> None:
-    """Remove the module hooks that are one of `owners` or a method of one."""
-    ids = {id(owner) for owner in owners}
-    for module in model.modules():
-        for name, hooks in vars(module).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):
-                for key, hook in list(hooks.items()):
-                    if id(hook) in ids or id(getattr(hook, "__self__", None)) in ids:
-                        del hooks[key]
-
-
 def _drop_gradient(parameter: Tensor) -> None:
     # Finished gradients leave the device in the runtime: they are no activations.
     parameter.grad = None
-
-
-def make_twin(
-    model: nn.Module,
-    managed: Mapping[nn.Parameter, int],
-    inputs: tuple[Any, Any],
-    make: Callable[[Tensor], Tensor],
-    empty: Callable[[Tensor], Tensor],
-    shared: Iterable[object],
-) -> tuple[nn.Module, Any, Any, list[tuple[Tensor, int | None]]]:
-    """Copies of model and inputs: parameters by `empty`, all other tensors by `make`; the new parameters."""
-    shared = tuple(shared)
-    memo: dict[int, Any] = {id(item): item for item in shared}
-    segments = {id(p): segment for p, segment in managed.items()}
-    parameters: list[tuple[Tensor, int | None]] = []
-    for parameter in model.parameters():
-        twin = empty(parameter)
-        if not isinstance(twin, FakeTensor):
-            twin = nn.Parameter(twin.detach(), requires_grad=parameter.requires_grad)
-        twin._is_param = True
-        memo[id(parameter)] = twin
-        parameters.append((twin, segments.get(id(parameter))))
-    with _DataFreeCopies(make):
-        twin_model = copy.deepcopy(model, memo)
-        args, kwargs = copy.deepcopy(inputs, memo)
-    _take_off_hooks(twin_model, shared)
-    return twin_model, args, kwargs, parameters
 
 
 def _floating_tensors(output: Any) -> Iterator[Tensor]:
@@ -294,7 +228,9 @@ def step_loss(output: Any) -> Tensor | None:
 def run_step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Forward, `step_loss`, backward: the step that capture looks at."""
     with torch.inference_mode(False), torch.enable_grad():
-        loss = step_loss(model(*args, **kwargs))
+        with in_forward():
+            output = model(*args, **kwargs)
+        loss = step_loss(output)
         if loss is not None:
             loss.backward()
 
@@ -332,9 +268,9 @@ _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 def _refuse_on_meta(device: torch.device, func: Callable[..., Any]) -> None:
     if torch.is_autocast_enabled(device.type):
-        raise RuntimeError(f"autocast for {device.type} does not act on meta tensors")
+        raise NotOnThisRung(f"autocast for {device.type} does not act on meta tensors")
     if func in _RECURRENT:
-        raise RuntimeError("what a recurrent layer keeps for backward depends on the device")
+        raise NotOnThisRung("what a recurrent layer keeps for backward depends on the device")
 
 
 def _try_rung(
@@ -347,7 +283,7 @@ def _try_rung(
     shared: Iterable[object],
 ) -> Capture:
     fake_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    make, empty = _meta_twin, _empty_meta
+    make, empty = meta_twin, empty_on_meta
     if way == "fake":
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -413,14 +349,16 @@ def capture(
     if device.type != "cpu":
         attempts.append(("fake", torch.device("cpu")))
     reasons: list[str] = []
+    errors: list[Exception] = []
     for way, where in attempts:
         try:
-            with undisturbed():
+            with undisturbed(), quiet_fake_tensors():
                 reason = "; ".join(reasons) or None
                 result = _try_rung(way, reason, model, managed, inputs, where, shared)
         except Exception as error:
-            words = " ".join(str(error).split())[:300]
-            reasons.append(f"{way}: {type(error).__name__}: {words}")
+            errors.append(error)
+            cause = error.__cause__ if isinstance(error, ForwardFailed) else error
+            reasons.append(f"{way}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}")
             log.debug("capture on %s tensors failed", way, exc_info=True)
             continue
         log.info(
@@ -439,4 +377,5 @@ def capture(
         flops=np.zeros(0),
         moved_bytes=np.zeros(0),
         peak_activation_bytes=0,
+        wrong_inputs=unfit_call(model, *inputs) or fault_of_inputs(errors),
     )

@@ -21,7 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from pager.graph.capture import empty_twin, is_view, make_twin, num_bytes, step_loss, undisturbed
+from pager.graph.capture import is_view, num_bytes, step_loss, undisturbed
+from pager.graph.twin import empty_twin, make_twin
 
 
 def joint_graph(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pager.config import Config
+from pager.engine.checked_policy import CheckedPolicy
 from pager.errors import ConfigError
 from pager.graph.plan import Plan
 from pager.model_hooks import ModelHooks
@@ -107,7 +108,7 @@ class Handle:
                 "disk": runtime.disk.budget_bytes if runtime.disk is not None else None,
             },
             # A fresh one: what the running one knows of the past would colour the prediction.
-            policy=make_eviction_policy(runtime.config.eviction),
+            policy=CheckedPolicy(make_eviction_policy(runtime.config.eviction)),
         )
 
     def statistics(self) -> Statistics:
@@ -121,12 +122,13 @@ class Handle:
         return self._runtime.counters.resident_history()
 
     def set(self, **knobs: Any) -> None:
-        """Change ``prefetch_distance`` or ``eviction`` at the next step boundary.
+        """Change ``prefetch_distance`` or ``eviction`` at the next step boundary; at once where the policy had failed.
 
         Raises ConfigError or TypeError at once for values that cannot work and for knobs that cannot change.
         """
         self._runtime.check_open()
         self._runtime.boundary.set(**knobs)
+        self._runtime.config = self._runtime.boundary.config
 
     @contextlib.contextmanager
     def resident(self, module: nn.Module) -> Iterator[None]:

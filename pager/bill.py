@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pager.address_space import span_elements
-from pager.config import Config, resolve_budget
+from pager.config import MIN_PAGE_BYTES, Config, resolve_budget
 from pager.errors import BudgetError, ConfigError
 from pager.homes import Wanted, state_name
 from pager.host_limit import host_limit_bytes, process_bytes
@@ -65,6 +65,26 @@ def small_bytes(parameters: Parameters, model: nn.Module, states: States) -> int
             small += param.nbytes
             small += sum(param.numel() * dtype.itemsize for dtype in _states_of(param, states))
     return small + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def smaller_pages(parameters: Parameters, page_size: int) -> str:
+    """The remedy where tensors under a page fill the budget: the largest page that is not above all of them.
+
+    Empty text if no tensor is as large as the smallest page.
+    """
+    name, largest = max(
+        ((name, _span_bytes(param)) for name, param in parameters.small),
+        key=lambda item: item[1],
+        default=("", 0),
+    )
+    if largest < MIN_PAGE_BYTES:
+        return ""
+    fitting = 1 << largest.bit_length() - 1
+    whose = f"of which {name} is the largest ({format_bytes(largest)})"
+    return (
+        f"A page is {format_bytes(page_size)}, and tensors under a page are not paged, {whose}: "
+        f"lower page_size to {format_bytes(fitting)} or less"
+    )
 
 
 def fits(wanted: list[Wanted], page_size: int, arena_bytes: int) -> bool:

@@ -23,6 +23,7 @@ from pager.mmu import values
 from pager.mmu.binding import strided_view
 from pager.optim import stand_in
 from pager.page_table import Home
+from pager.policies.protocol import make_eviction_policy
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -50,6 +51,8 @@ class Closing:
                 return
             self._inside = True
             try:
+                # Before anything is taken apart: a write to a held state dict may be refused here.
+                runtime.mmu.aliases.settle_all()
                 self._stop()
                 self._take_out()
                 self._release()
@@ -61,6 +64,8 @@ class Closing:
     def _stop(self) -> None:
         runtime = self._runtime
         runtime.pagerd.close()
+        # The way out must not depend on a policy of the user's.
+        runtime.engine.set_policy(make_eviction_policy("lru"))
         try:
             runtime.engine.raise_failure()
         except BaseException as error:  # raised at the end, when everything is out

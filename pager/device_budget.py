@@ -38,7 +38,8 @@ _SECONDS_BETWEEN_MEASUREMENTS = 1.0
 class DeviceBudget:
     """Bytes of one device, for one managed model. All figures in bytes."""
 
-    def __init__(self, device: Device, config: Config, *, small_bytes: int) -> None:
+    def __init__(self, device: Device, config: Config, *, small_bytes: int, remedy: str = "") -> None:
+        """``remedy``: the way out to name before a larger budget, where nothing is left for pages."""
         self._device = device
         self.small_bytes = small_bytes
         self.limit_bytes = self._limit(config.device_budget)
@@ -54,7 +55,7 @@ class DeviceBudget:
         if self.allocator_bytes <= small_bytes + self.headroom_bytes:
             raise BudgetError(
                 f"pager: device_budget is {format_bytes(self.limit_bytes)}, {self.taken()}; nothing is left for "
-                f"pages. Raise device_budget{self.or_less_headroom()}."
+                f"pages. {f'{remedy}, or raise' if remedy else 'Raise'} device_budget{self.or_less_headroom()}."
             )
         device.limit_allocator(self.allocator_bytes)
 

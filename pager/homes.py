@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from pager.address_space import AddressSpace, Segment, span_elements
-from pager.errors import BudgetError, TierFull
+from pager.errors import BudgetError, ConfigError, TierFull, TierIOError
 from pager.page_table import Home, PageTable
 from pager.policies.placement import PlacementError, place
 from pager.tiers.disk_file import DiskFile
@@ -74,13 +74,19 @@ class Homes:
         self._page_size = page_size
         self._planned: dict[tuple[str, str], Home] = {}
         self._spare_frames = 0
+        self._over_host_bytes = 0
         self._arena_bytes = 0
         self._wires_states = False
         # Frames to be free once nobody looks at them: home, first frame, frames, whether somebody does.
         self._leaving: list[tuple[Home, int, int, Callable[[], bool]]] = []
 
     def plan(self, wanted: Sequence[Wanted], *, arena_bytes: int, host_bytes: int, disk_bytes: int) -> None:
-        """Decide the homes of all ``wanted``. Raises BudgetError with the missing bytes."""
+        """Decide the homes of all ``wanted``. Raises BudgetError with the missing bytes.
+
+        ``host_bytes`` below 0: so much more than host_budget the process takes without us.
+        """
+        self._over_host_bytes = max(-host_bytes, 0)
+        host_bytes = max(host_bytes, 0)
         sizes = self._sizes(wanted)
         total = int(sizes.sum())
         largest = int(sizes.max(initial=0))
@@ -140,11 +146,18 @@ class Homes:
             homes[below] = self._place(wanted, sizes, below, device=0, host=host, disk=disk)
         except PlacementError as error:
             have_disk = f" and {format_bytes(disk)} of disk" if self._disk is not None or disk else ""
+            over = self._over_host_bytes
+            also = (
+                f"; the process without it takes {format_bytes(over)} more than host_budget, which so lacks "
+                f"{format_bytes(over + error.missing_bytes)}"
+                if over
+                else ""
+            )
             raise BudgetError(
                 f"pager: the {what} needs {format_bytes(int(sizes.sum()))} ({self._bill(wanted, sizes)}); with "
                 f"{format_bytes(int(sizes[~below].sum()))} on the device, {format_bytes(host)} of host memory "
                 f"(host_budget less what the process takes)"
-                f"{have_disk} it misses {format_bytes(error.missing_bytes)}. Raise host_budget or device_budget"
+                f"{have_disk} it misses {format_bytes(error.missing_bytes)}{also}. Raise host_budget or device_budget"
                 + self._disk_remedy(bool(have_disk))
             ) from error
         self._reserve_disk(int(sizes[homes == int(Home.DISK)].sum()) // self._page_size)
@@ -198,9 +211,17 @@ class Homes:
         )
 
     def open_disk(self, folder: str | Path | None, budget_bytes: int, *, checksum: bool) -> DiskFile | None:
-        """Open the third tier, still without a frame, where there is a ``folder``. Raises TierIOError."""
+        """Open the third tier, without a frame yet, where there is a ``folder``. Raises ConfigError."""
         if folder is not None:
-            self._disk = DiskFile(folder, self._page_size, 0, checksum=checksum, budget_bytes=budget_bytes)
+            try:
+                self._disk = DiskFile(
+                    folder, self._page_size, 0, checksum=checksum, budget_bytes=budget_bytes
+                )
+            except TierIOError as error:
+                why = str(error.strerror).removeprefix("disk: ")
+                raise ConfigError(
+                    f"disk={str(folder)!r}: {why}. Name a folder where this user may make files"
+                ) from error
         return self._disk
 
     def _reserve_disk(self, num_frames: int) -> None:

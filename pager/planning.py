@@ -37,6 +37,7 @@ class Planner:
         self.trace: AccessTrace | None = None
         self.way = WAITING
         self.note = ""
+        self.wrong_inputs: str | None = None
         self.peak_activation_bytes: int | None = None
         self._capture: Capture | None = None
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -69,6 +70,7 @@ class Planner:
         found = capture(self._model, managed, args, kwargs, device=device, shared=shared)
         self.way = _WAYS[found.way]
         self.note = found.reason or ""
+        self.wrong_inputs = found.wrong_inputs
         self._plan = None
         if found.way == "recorded":
             return None

@@ -99,7 +99,10 @@ class Runtime:
         page_size = config.page_bytes
         refusal = self._probe(parameters, optimizers)
         self.budget = DeviceBudget(
-            self.device, config, small_bytes=bill.small_bytes(parameters, self.model, self._states)
+            self.device,
+            config,
+            small_bytes=bill.small_bytes(parameters, self.model, self._states),
+            remedy=bill.smaller_pages(parameters, page_size),
         )
         undo.callback(self.budget.close)
         self.space = AddressSpace(page_size)
@@ -128,7 +131,7 @@ class Runtime:
         self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
         if self.disk is not None:
             undo.callback(self.disk.close)
-        self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=max(host_bytes, 0), disk_bytes=disk_bytes)
+        self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )
@@ -252,6 +255,11 @@ class Runtime:
             return
         args, kwargs = ((), dict(example)) if isinstance(example, dict) else (tuple(example), {})
         self.capture(args, kwargs)
+        if self.planner.wrong_inputs is not None:
+            raise ConfigError(
+                f"example_inputs are no inputs of {type(self.model).__name__}, whose forward() says: "
+                f"{self.planner.wrong_inputs}. Give what the model is called with in training, or leave them out"
+            )
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan from one step without data on these inputs."""

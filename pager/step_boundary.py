@@ -93,7 +93,10 @@ class StepBoundary:
         self._bandwidth: float | None = None
 
     def set(self, **knobs: Any) -> None:
-        """Change knobs at the next boundary. Raises at once for values that cannot work."""
+        """Change knobs at the next boundary, or now where the eviction policy had failed.
+
+        Raises at once for values that cannot work.
+        """
         changed = self.config.replace(**knobs)
         fixed = sorted(name for name in knobs if name not in LIVE_KNOBS)
         if fixed:
@@ -102,6 +105,8 @@ class StepBoundary:
                 "close() it and manage it again"
             )
         self._pending.update({name: getattr(changed, name) for name in knobs})
+        if "eviction" in knobs and self._engine.policy.has_failed:
+            self._apply_knobs()  # no step would come to its boundary
 
     def cross(self) -> None:
         """A step is over."""
@@ -131,11 +136,7 @@ class StepBoundary:
         if "prefetch_distance" in knobs:
             self._pagerd.set_distance(fixed_distance(self.config))
         if "eviction" in knobs:
-            engine = self._engine
-            policy = make_eviction_policy(self.config.eviction)
-            with engine.lock:
-                policy.resize(len(engine.space.segments))
-                engine.policy = policy
+            self._engine.set_policy(make_eviction_policy(self.config.eviction))
             self._planner.forget_plan()
 
     def _renew_trace(self) -> None:

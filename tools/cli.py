@@ -96,7 +96,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _complain(message: str) -> None:
-    print(f"pager: {message}", file=sys.stderr)
+    # Messages of the library that are not shown by this command say themselves whose they are.
+    print(f"pager: {message.removeprefix('pager: ')}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,20 @@ def read_text(source: str | None = None) -> Bytes:
 
     ``source`` is a file, a folder (all its .txt, .md, .rst and .py files, in order of their paths), or None:
     the topics of Python's documentation, which come with Python. Raises InputError for a missing, empty,
-    unreadable or binary source.
+    unreadable or binary source, and for what is neither file nor folder.
     """
     if source is None:
         from pydoc_data.topics import topics
 
         return _as_array("\n\n".join(topics[name] for name in sorted(topics)).encode())
+    if not source:
+        raise InputError("--text is empty text; name a file or a folder, or leave it out")
     path = Path(source)
     if not path.exists():
         raise InputError(f"--text {source}: there is no such file or folder")
     if not path.is_dir():
+        if not path.is_file():  # a pipe or a device: reading one may wait, or go on, for ever
+            raise InputError(f"--text {source}: neither a regular file nor a folder")
         content = _read_file(path)
         if not content:
             raise InputError(f"--text {source}: the file is empty")

@@ -153,7 +153,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
     from pager.device.cuda import num_devices
 
     on_gpu = arguments.device.startswith("cuda") or (arguments.device == "auto" and num_devices() > 0)
-    name, sizes = load_sizes(arguments.model or ("1b" if on_gpu else "small"))
+    name, sizes = load_sizes(("1b" if on_gpu else "small") if arguments.model is None else arguments.model)
     defaults = DEFAULTS.get(name, LARGE if name in PRESETS else SMALL)
     given = {key: getattr(arguments, key) for key in ("steps", "batch", "seq", "lr")}
     chosen = {key: getattr(defaults, key) if value is None else value for key, value in given.items()}

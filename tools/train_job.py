@@ -79,17 +79,23 @@ def _as_plain(job: Job) -> dict[str, Any]:
     return {**dataclasses.asdict(job), "versions": versions}
 
 
-def _train_managed(
-    job: Job, batches: TextBatches, folder: RunFolder
-) -> tuple[DecoderModel, TrainingRecord, str]:
+def _manage(job: Job, batches: TextBatches) -> tuple[DecoderModel, torch.optim.Optimizer]:
+    """The model of the run, under pager. Raises what refuses it."""
     on_meta = num_parameters(job.sizes) >= META_PARAMETERS and not job.check
     model = make_model(job.sizes, seed=job.seed, device="meta" if on_meta else "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
     inputs, targets = next(iter(batches))
     example = (torch.from_numpy(inputs), torch.from_numpy(targets))
+    pager.manage(model, optimizer, example_inputs=example, **job.knobs)
+    return model, optimizer
+
+
+def _train_managed(
+    job: Job, batches: TextBatches, folder: RunFolder
+) -> tuple[DecoderModel, TrainingRecord, str]:
     try:
-        pager.manage(model, optimizer, example_inputs=example, **job.knobs)
-    except pager.ConfigError:  # wrong use that only the machine could tell, such as a GPU that is not there
+        model, optimizer = _manage(job, batches)
+    except BaseException:  # refused, or interrupted: there was no run
         folder.discard()
         raise
     handle: Handle = model.pager  # type: ignore[assignment]  # torch types every attribute of a module

@@ -24,11 +24,13 @@ import numpy as np
 import torch
 
 from pager.device.base import Region
+from pager.engine.checked_policy import CheckedPolicy
 from pager.engine.reclaim import Reclaimer
 from pager.engine.run import Run
 from pager.engine.staging import Staging
 from pager.engine.timeline import Timeline
 from pager.engine.transfer import EXTENT_BYTES
+from pager.interrupts import uninterrupted
 from pager.page_table import PageState
 from pager.tiers.device_arena import merge_fence
 from pager.units import ceil_div
@@ -63,7 +65,7 @@ class Leases:
         self.table = table
         self.arena = arena
         self.transfers = transfers
-        self.policy = policy
+        self.policy = CheckedPolicy(policy)
         self.counters = counters
         self.timeline = Timeline()
         self.lock = threading.RLock()
@@ -98,6 +100,13 @@ class Leases:
             self._runs[segment.index] = []
             self.timeline.resize(len(self.space.segments))
             self.policy.resize(len(self.space.segments))
+
+    def set_policy(self, policy: EvictionPolicy) -> None:
+        """Another policy decides from now on; what the old one failed with is no concern any more."""
+        with self.lock:
+            checked = CheckedPolicy(policy)
+            checked.resize(len(self.space.segments))
+            self.policy = checked
 
     def unregister(self, segment: Segment) -> None:
         """Forget a segment without a value; its index is never used again."""
@@ -183,6 +192,10 @@ class Leases:
         """Work off the notes of dead leases: uses become events, moved versions become dirty pages."""
         if self._released.empty():
             return
+        with uninterrupted():  # a note that was taken and not worked off would keep its frames for ever
+            self._work_off()
+
+    def _work_off(self) -> None:
         released: list[Run] = []
         while True:
             try:
@@ -258,7 +271,8 @@ class Leases:
             self.changed.notify_all()
 
     def raise_failure(self) -> None:
-        """Raise, once, what pagerd failed with."""
+        """Raise, once, what pagerd or the eviction policy failed with."""
+        self.policy.raise_failure()
         if self.failure is not None:
             with self.lock:
                 error, self.failure = self.failure, None

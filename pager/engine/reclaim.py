@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pager.errors import ConfigError
 from pager.page_table import PageState
 
 if TYPE_CHECKING:
@@ -72,7 +73,13 @@ class Reclaimer:
             if sooner_than is not None:
                 late = until > sooner_than
                 keys, until = keys[late], until[late]
-            order = engine.policy.eviction_order(keys, until)
+            try:
+                order = engine.policy.eviction_order(keys, until)
+            except ConfigError as error:
+                if not prefetching:
+                    raise
+                engine.policy.failure = error  # raised where the training thread can see it
+                return None
             rank = {key: place for place, key in enumerate(np.asarray(order).tolist())}
             for run in candidates:
                 run.rank = rank.get(run.segment.index)

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Alias:
-    """A tensor over a home, and the version it was last seen at."""
+    """A tensor over a home, and the versions it was last seen at and last refused at."""
 
     ref: weakref.ref[torch.Tensor]
     seen: int
+    refused: int = -1
 
 
 class HomeAliases:
@@ -120,6 +121,27 @@ class HomeAliases:
             if binding.segment.index in self._aliases:
                 self._settle(binding)
 
+    def settle_all(self) -> None:
+        """Before the model is closed: what was written to homes is the value, unless the parameter is newer.
+
+        Then a write that no error told of raises, as at a use; one that was refused gives way to the parameter.
+        """
+        for index in list(self._aliases):
+            binding = self._mmu.bindings.get(index)
+            if binding is None:
+                continue
+            with self._lock:
+                aliases = list(self._aliases.get(index, ()))
+                versions = _versions(aliases)
+            if self._mmu.engine.is_dirty(binding.segment):
+                if not _written(aliases, versions, beyond_refused=True):
+                    self._see(aliases, versions)
+                self._settle(binding)
+            else:
+                self._see(
+                    aliases, versions
+                )  # the home is what is given out, whoever still looks at the device
+
     def _settle(self, binding: Binding) -> None:
         index = binding.segment.index
         with self._lock:
@@ -131,9 +153,11 @@ class HomeAliases:
         engine = self._mmu.engine
         if engine.is_dirty(binding.segment):
             if written and self._still_written(aliases):
+                self._refuse(aliases, versions)
                 raise RuntimeError(
                     f"{binding.name}: a tensor from state_dict() was written to after the parameter itself had "
-                    "changed; use load_state_dict() or torch.no_grad() and the parameter to change a managed model"
+                    "changed. load_state_dict() takes what was written; close() keeps the parameter's own value. "
+                    "Use load_state_dict() or torch.no_grad() and the parameter to change a managed model"
                 )
         else:
             self._mmu.unfix(binding)
@@ -143,16 +167,26 @@ class HomeAliases:
                     f"{binding.name}: a tensor from state_dict() was written to while views of the parameter are "
                     "alive, which would not see it; drop them, or change the parameter itself under torch.no_grad()"
                 )
+        self._see(aliases, versions)
         with self._lock:
-            for alias, version in zip(aliases, versions, strict=True):
-                if version is not None:
-                    alias.seen = max(alias.seen, version)
             gone = {id(alias) for alias, version in zip(aliases, versions, strict=True) if version is None}
             left = [alias for alias in self._aliases.get(index, ()) if id(alias) not in gone]
             if left:
                 self._aliases[index] = left
             else:
                 self._aliases.pop(index, None)
+
+    def _see(self, aliases: list[_Alias], versions: list[int | None]) -> None:
+        with self._lock:
+            for alias, version in zip(aliases, versions, strict=True):
+                if version is not None:
+                    alias.seen = max(alias.seen, version)
+
+    def _refuse(self, aliases: list[_Alias], versions: list[int | None]) -> None:
+        with self._lock:
+            for alias, version in zip(aliases, versions, strict=True):
+                if version is not None:
+                    alias.refused = max(alias.refused, version)
 
     def _still_written(self, aliases: list[_Alias]) -> bool:
         """False if another thread has settled them meanwhile: it may use the tensor, and change it, already."""
@@ -166,9 +200,11 @@ def _versions(aliases: list[_Alias]) -> list[int | None]:
     return [None if tensor is None else tensor._version for tensor in tensors]
 
 
-def _written(aliases: list[_Alias], versions: list[int | None]) -> bool:
+def _written(aliases: list[_Alias], versions: list[int | None], *, beyond_refused: bool = False) -> bool:
+    """Whether one was written to since it was seen; ``beyond_refused``: since that was refused."""
     return any(
-        version is not None and version > alias.seen for alias, version in zip(aliases, versions, strict=True)
+        version is not None and version > (max(alias.seen, alias.refused) if beyond_refused else alias.seen)
+        for alias, version in zip(aliases, versions, strict=True)
     )
 
 

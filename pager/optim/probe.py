@@ -16,12 +16,13 @@ few milliseconds.
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from pager.errors import ConfigError
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes
@@ -69,6 +70,13 @@ def probe(
     """
     attributes = snapshot_attributes(optimizer)
     step = raw_step(optimizer)
+    if _needs_closure(step):
+        couples = ", and it takes one direction for all parameters together" * isinstance(optimizer, LBFGS)
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot be managed: its step() needs a closure, which runs the model in the "
+            f"middle of the update{couples}. So it cannot run on one tensor at a time. Use an optimizer that treats "
+            "each tensor by itself, or leave its parameters out of pager.manage()."
+        )
     runner = _Runner(
         type(optimizer), attributes, _with_usable_lr(group), step, dtype, device, example_state, example_size
     )
@@ -88,6 +96,15 @@ def probe(
     else:
         cut = Cut.SLICEABLE
     return ProbeResult(cut=cut, state_dtypes=state_dtypes, writes_gradients=runner.wrote_gradients)
+
+
+def _needs_closure(step: Any) -> bool:
+    """Whether ``step`` cannot be called without a closure."""
+    try:
+        closure = inspect.signature(step).parameters.get("closure")
+    except (TypeError, ValueError):  # nothing that Python can look into
+        return False
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def probe_key(group: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:

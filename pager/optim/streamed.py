@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pager.mmu.binding import Binding
     from pager.optim.adopted import AdoptedOptimizer
     from pager.optim.schedule import Slice
-    from pager.optim.update import Progress, Update
+    from pager.optim.units import Progress
+    from pager.optim.update import Update
 
 
 def can_stream(adopted: AdoptedOptimizer, binding: Binding, keys: Iterable[str]) -> bool:

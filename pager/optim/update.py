@@ -28,19 +28,19 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pager.errors import PagerError
 from pager.interrupts import uninterrupted
-from pager.mmu.binding import Binding, strided_view
+from pager.mmu.binding import Binding
 from pager.optim.deferred import Deferred, may_wait
-from pager.optim.schedule import Slice, cut, note_accesses, unit_ranges
+from pager.optim.schedule import cut
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes, snapshot_group
 from pager.optim.streamed import StreamedUnit, can_stream
+from pager.optim.units import PagedUnit, Progress, SmallUnit
 
 # Units that are looked at ahead of the one that is computed: no more than there can be slots.
 _UNITS_AHEAD = 16
@@ -48,9 +48,6 @@ _UNITS_AHEAD = 16
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from pager.address_space import Segment
-    from pager.engine.engine import Engine
-    from pager.engine.run import Run
     from pager.optim.adopted import AdoptedOptimizer
 
 
@@ -74,7 +71,8 @@ class Update:
         # write to them too: then the copies that were stepped go back into the gradients.
         self.writes_gradients = self.attributes.get("grad_scale") is not None
         adopted.page_existing_state()
-        self.todo: deque[_SmallUnit | _PagedUnit | StreamedUnit] = deque(self._units())
+        self._num_states = len(optimizer.state)
+        self.todo: deque[SmallUnit | PagedUnit | StreamedUnit] = deque(self._units())
         # What waits until the parameters are used next; begun when everything else is done.
         self.later: Deferred | None = self._defer()
 
@@ -87,9 +85,9 @@ class Update:
         self.todo = deque(unit for unit in self.todo if not isinstance(unit, StreamedUnit))
         return Deferred(self, waiting)
 
-    def _units(self) -> list[_SmallUnit | _PagedUnit | StreamedUnit]:
+    def _units(self) -> list[SmallUnit | PagedUnit | StreamedUnit]:
         adopted = self.adopted
-        small = _SmallUnit()
+        small = SmallUnit()
         paged: list[tuple[int, int, Binding]] = []
         for group_index, group in enumerate(adopted.optimizer.param_groups):
             for param in group["params"]:
@@ -104,12 +102,12 @@ class Update:
                     paged.append((adopted.next_use(binding), group_index, binding))
         for _, group_index, binding in paged:
             self.writes_gradients |= adopted.probed(self.groups[group_index], binding).writes_gradients
-        units: list[_SmallUnit | _PagedUnit | StreamedUnit] = [small] if small.members else []
+        units: list[SmallUnit | PagedUnit | StreamedUnit] = [small] if small.members else []
         for _, group_index, binding in sorted(paged, key=lambda item: item[0]):
             units.extend(self._cut(group_index, binding))
         return units
 
-    def _cut(self, group_index: int, binding: Binding) -> list[_PagedUnit] | list[StreamedUnit]:
+    def _cut(self, group_index: int, binding: Binding) -> list[PagedUnit] | list[StreamedUnit]:
         adopted = self.adopted
         group = self.groups[group_index]
         probed = adopted.probed(group, binding)
@@ -123,7 +121,7 @@ class Update:
             progress.keep_scalars(adopted)
             return [StreamedUnit(progress, piece) for piece in pieces]
         adopted.engine.streamed -= states
-        return [_PagedUnit(progress, piece) for piece in pieces]
+        return [PagedUnit(progress, piece) for piece in pieces]
 
     @property
     def is_over(self) -> bool:
@@ -133,7 +131,7 @@ class Update:
     def keep_gradients(self) -> None:
         """After an interrupt: copies of ordinary gradients, which no door keeps users from zeroing."""
         for unit in self.todo:
-            if isinstance(unit, _SmallUnit):
+            if isinstance(unit, SmallUnit):
                 unit.members = [(index, param, grad.clone()) for index, param, grad in unit.members]
 
     def finish(self) -> None:
@@ -144,6 +142,7 @@ class Update:
                 self.todo[0].run(self)
                 self.todo.popleft()
                 self._fetch_ahead()
+        self._order_states()
         if self.later is not None:
             self.later.begin()
             self.adopted.deferred, self.later = self.later, None
@@ -158,6 +157,18 @@ class Update:
     def end(self) -> None:
         """All of the step is done: the user may drop the optimizer."""
         self._keeps_alive = None
+
+    def _order_states(self) -> None:
+        """Parameters that got a state in this step stand in the order of their groups, as torch makes them."""
+        states = self.adopted.optimizer.state
+        if len(states) == self._num_states:
+            return
+        new = {id(param) for param in list(states)[self._num_states :]}
+        params = (param for group in self.adopted.optimizer.param_groups for param in group["params"])
+        with uninterrupted():
+            for param in [param for param in params if id(param) in new]:
+                states[param] = states.pop(param)
+            self._num_states = len(states)
 
     def run_class(
         self, group_index: int, params: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]
@@ -177,246 +188,3 @@ class Update:
             self.num_refusals += self.refused
             raise
         return [shadow.state[param] for param in params]
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """What the units of one parameter share.
-
-    keys: those of its state, in the user's order.
-    scalars: the values of its state that are not paged, as they were when the step began; each unit starts from them.
-    new_scalars: what the step makes of them, where the user has to see that before the units have run.
-    """
-
-    binding: Binding
-    group_index: int
-    num_units: int = 0
-    done: set[int] = field(default_factory=set)
-    state: dict[str, Any] | None = None
-    scalars: dict[str, Any] = field(default_factory=dict)
-    keys: list[str] = field(default_factory=list)
-    new_scalars: dict[str, Any] | None = None
-
-    def keep_scalars(self, adopted: AdoptedOptimizer) -> None:
-        """Remember the state's values that are not paged."""
-        paged = adopted.paged_states(self.binding)
-        live = adopted.optimizer.state.get(self.binding.tensor, {})
-        self.keys = list(live)
-        self.scalars = _cloned({key: value for key, value in live.items() if key not in paged})
-
-    def state_of(self, paged: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """A state dict to be stepped: these tensors, and copies of what is not paged, in the user's order."""
-        return {key: paged[key] if key in paged else _copy_of(self.scalars[key]) for key in self.keys}
-
-    def stand_in(self, update: Update) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A parameter of one element with gradient and state, which the class steps as it would the whole."""
-        device = update.adopted.engine.device.torch_device
-        param = torch.ones(1, dtype=self.binding.segment.dtype, device=device, requires_grad=True)
-        param.grad = torch.ones_like(param)
-        paged = {
-            key: torch.ones(1, dtype=state.segment.dtype, device=device)
-            for key, state in update.adopted.paged_states(self.binding).items()
-        }
-        return param, self.state_of(paged)
-
-    def show_scalars(self, update: Update) -> None:
-        """Write what the step makes of the scalars into the user's state dict."""
-        assert self.new_scalars is not None
-        states = update.adopted.optimizer.state
-        if self.new_scalars or self.binding.tensor in states:
-            _commit_state(states[self.binding.tensor], self.new_scalars)
-
-    def finish_one(self, update: Update, piece: Slice, new: dict[str, Any]) -> None:
-        """A unit is done that left the state dict ``new``; with the last one the scalars become the new ones."""
-        self.done.add(piece.begin)
-        if len(self.done) == self.num_units and self.new_scalars is None:
-            self.new_scalars = {key: value for key, value in new.items() if key in self.scalars}
-            self.show_scalars(update)
-
-
-@dataclass(slots=True, eq=False)
-class _SmallUnit:
-    """All tensors under a page: ordinary tensors, stepped in one call per group as torch would."""
-
-    members: list[tuple[int, torch.Tensor, torch.Tensor]] = field(
-        default_factory=list
-    )  # group, tensor, gradient
-    staged: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] | None = None
-
-    def run(self, update: Update) -> None:
-        if self.staged is None:
-            self.staged = self._compute(update)
-        update.committed = True
-        for param, result, state in self.staged:
-            param.copy_(result)
-            if update.writes_gradients and param.grad is not None and result.grad is not None:
-                param.grad.copy_(result.grad)
-            states = update.adopted.optimizer.state
-            if state or param in states:  # torch makes no entry for an optimizer that keeps nothing
-                _commit_small_state(states[param], state)
-
-    def _compute(self, update: Update) -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
-        staged = []
-        for group_index in dict.fromkeys(index for index, *_ in self.members):
-            params, copies = [], []
-            for param, grad in [(param, grad) for index, param, grad in self.members if index == group_index]:
-                params.append(param)
-                copy = param.detach().clone().requires_grad_(True)
-                copy.grad = grad.clone() if update.writes_gradients else grad
-                copies.append(copy)
-            states = [_cloned(update.adopted.optimizer.state.get(param, {})) for param in params]
-            new_states = update.run_class(group_index, copies, states)
-            staged += list(zip(params, copies, new_states, strict=True))
-        return staged
-
-
-def _cloned(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: _copy_of(value) for key, value in state.items()}
-
-
-def _copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _commit_small_state(live: dict[str, Any], new: dict[str, Any]) -> None:
-    """Write results into the user's state tensors where they exist: torch updates them in place."""
-    for key, value in new.items():
-        old = live.get(key)
-        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
-            old.copy_(value)
-        else:
-            live[key] = value
-
-
-class _PagedUnit:
-    """A slice of a paged parameter, in the order of its storage; or all of it, in its shape."""
-
-    __slots__ = ("piece", "progress", "staged")
-
-    def __init__(self, progress: Progress, piece: Slice) -> None:
-        self.progress = progress
-        self.piece = piece
-        self.staged: tuple[torch.Tensor, dict[str, Any]] | None = None  # the stepped copy, its state
-
-    def run(self, update: Update) -> None:
-        adopted = update.adopted
-        engine = adopted.engine
-        binding = self.progress.binding
-        states = adopted.paged_states(binding)
-        ranges = unit_ranges(adopted, binding, self.piece)
-        wanted = [
-            (segment, first, num_pages, place >= 2 and self._is_new(engine, segment, first, num_pages))
-            for place, (segment, first, num_pages) in enumerate(ranges)
-        ]
-        note_accesses(engine, ranges)
-        with uninterrupted():
-            runs = engine.acquire_all(wanted, f"the update of {binding.name}")
-            leases = [engine.lease(run) for run in runs]
-        views: list[torch.Tensor] = []
-        try:
-            views += [
-                self._view(lease, run, segment)
-                for lease, run, (segment, *_) in zip(leases, runs, ranges, strict=True)
-            ]
-            if self.staged is None:
-                self.staged = self._compute(update, views)
-            update.committed = True
-            self._commit(update, runs, views, dict(zip(states, range(2, len(runs)), strict=True)))
-        finally:
-            # A traceback keeps this call's variables alive, and must not keep pages pinned.
-            leases.clear()
-            views.clear()
-        self._done(update)
-
-    @staticmethod
-    def _is_new(engine: Engine, segment: Segment, first: int, num_pages: int) -> bool:
-        """Whether these pages of a state have no value yet, so that nothing is to be read."""
-        begin = segment.first_page + first
-        return not engine.table.has_value(begin, begin + num_pages)
-
-    def _view(self, lease: torch.Tensor, run: Run, segment: Segment) -> torch.Tensor:
-        storage = lease.untyped_storage()
-        if self.piece.whole:
-            return strided_view(storage, segment.dtype, segment.size, segment.stride)
-        begin, end, _ = self.piece
-        offset = begin - run.first * segment.page_size // segment.dtype.itemsize
-        return strided_view(storage, segment.dtype, torch.Size((end - begin,)), (1,), offset)
-
-    def _compute(self, update: Update, views: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Step copies of the views (parameter, gradient, paged states). The user's class sees nothing but copies."""
-        binding = self.progress.binding
-        copy = views[0].clone().requires_grad_(True)
-        copy.grad = views[1].clone()
-        places = {key: place for place, key in enumerate(update.adopted.paged_states(binding), start=2)}
-        state: dict[str, Any] = {}
-        for key, value in update.adopted.optimizer.state.get(binding.tensor, {}).items():
-            if key in places:
-                state[key] = views[places[key]].clone()
-            else:
-                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        new_state = update.run_class(self.progress.group_index, [copy], [state])[0]
-        if not update.writes_gradients:
-            copy.grad = None
-        return copy, new_state
-
-    def _commit(
-        self, update: Update, runs: list[Run], views: list[torch.Tensor], places: dict[str, int]
-    ) -> None:
-        assert self.staged is not None
-        adopted = update.adopted
-        engine = adopted.engine
-        binding = self.progress.binding
-        result, new_state = self.staged
-        views[0].copy_(result)
-        binding.bump_version()
-        if result.grad is not None:
-            views[1].copy_(result.grad)
-            engine.mark_dirty(runs[1])
-        for key, value in new_state.items():
-            if not isinstance(value, torch.Tensor) or value.shape != result.shape or value.dim() == 0:
-                continue
-            if key in places and views[places[key]].dtype == value.dtype:
-                view, run = views[places[key]], runs[places[key]]
-            else:
-                state = adopted.make_state(binding, key, value.dtype)
-                wanted = (state.segment, *self.piece.pages(state.segment), True)
-                with uninterrupted():
-                    run = engine.acquire_all([wanted], f"the update of {binding.name}")[0]
-                    view = self._view(engine.lease(run), run, state.segment)
-            view.copy_(value)
-            engine.mark_dirty(run)  # states have no version: nobody saves them for backward
-
-    def _done(self, update: Update) -> None:
-        """Count the unit; with the last one the parameter's state dict becomes the new one."""
-        assert self.staged is not None
-        progress = self.progress
-        result, new_state = self.staged
-        if progress.state is None:
-            paged = update.adopted.paged_states(progress.binding)
-            progress.state = {
-                key: paged[key].tensor
-                if isinstance(value, torch.Tensor) and value.shape == result.shape and value.dim()
-                else value
-                for key, value in new_state.items()
-            }
-        progress.done.add(self.piece.begin)
-        if len(progress.done) == progress.num_units:
-            states = update.adopted.optimizer.state
-            if progress.state or progress.binding.tensor in states:
-                _commit_state(states[progress.binding.tensor], progress.state)
-
-
-def _commit_state(live: dict[str, Any], new: dict[str, Any]) -> None:
-    for key, value in new.items():
-        old = live.get(key)
-        if old is value:
-            continue
-        if type(old) is torch.Tensor and isinstance(value, torch.Tensor) and _alike(old, value):
-            # Adam's step is updated in place; a scheduler or logger may hold the tensor.
-            old.copy_(value)
-        else:
-            live[key] = value
-
-
-def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
-    return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device

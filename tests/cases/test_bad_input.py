@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ from tests.cases.same import PAGE, check_equal, check_ordinary, manage, train
         ({"device": "tpu"}, ValueError, "device.*tpu"),
         ({"disk_budget": "1GiB"}, ValueError, "disk_budget.*disk is None"),
         ({"disk": "/nonexistent/folder"}, ValueError, "/nonexistent/folder"),
+        ({"disk": "/proc"}, pager.ConfigError, "disk='/proc': .*Name a folder"),
+        (
+            {"disk": __file__},
+            pager.ConfigError,
+            "disk='.*test_bad_input.*': .*Not a directory.*Name a folder",
+        ),
         ({"update_on": "cpu"}, ValueError, "update_on.*not available yet"),
         ({"update_on": "moon"}, ValueError, "update_on.*moon"),
         ({"update_at": "backward"}, ValueError, "update_at.*not available yet"),
@@ -64,6 +71,23 @@ def test_a_budget_smaller_than_the_largest_parameter_says_which_and_how_much() -
     check_refused(
         make, pager.BudgetError, r"0\.weight.*256\.00 KiB.*Raise device_budget", device_budget="200KiB"
     )
+
+
+def test_pages_larger_than_every_tensor_are_too_large_not_the_budget_too_small() -> None:
+    def make() -> models.Case:
+        return models.make_mlp(width=256, depth=1)
+
+    message = r"1\.00 MiB.*0\.weight is the largest \(256\.00 KiB\): lower page_size to 256\.00 KiB"
+    check_refused(make, pager.BudgetError, message, device_budget="600KiB", page_size="1MiB")
+    manage(make().model, device_budget="600KiB", page_size="256KiB").pager.close()
+
+
+def test_a_budget_below_tensors_that_no_page_is_small_enough_for() -> None:
+    def make() -> models.Case:
+        return models.make_mlp(width=32, depth=1)
+
+    message = r"nothing is left for pages\. Raise device_budget\."
+    check_refused(make, pager.BudgetError, message, device_budget="2KiB", page_size="1MiB")
 
 
 def test_a_budget_smaller_than_the_largest_operation_says_which_and_how_much() -> None:
@@ -93,11 +117,59 @@ def test_a_host_budget_below_the_state_is_refused_with_the_bill() -> None:
     )
 
 
+def test_a_host_budget_raised_by_what_it_lacks_is_enough() -> None:
+    with pytest.raises(pager.BudgetError, match="which so lacks") as caught:
+        manage(models.make_mlp().model, host_budget="1MiB")
+    lacks = re.search(r"so lacks (\d+)\.\d+ MiB", str(caught.value))
+    assert lacks is not None
+    host_budget = (int(lacks[1]) + 16) * 2**20  # the process may have grown meanwhile
+    manage(models.make_mlp().model, host_budget=host_budget).pager.close()
+
+
 def test_a_disk_budget_below_the_state_is_refused(tmp_path: Path) -> None:
     check_refused(
         models.make_mlp, pager.BudgetError, "disk", host_budget="1MiB", disk=tmp_path, disk_budget="64KiB"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("example", "match"),
+    [
+        ((torch.zeros(2, 5),), r"RuntimeError: .*\[2, 5\] X \[96, 96\]"),
+        ((torch.zeros(2, 96), torch.zeros(2)), "too many positional arguments"),
+        ((), "missing a required argument: 'input'"),
+        ({"x": torch.zeros(2, 96)}, "missing a required argument|unexpected keyword argument 'x'"),
+        (("text",), "TypeError: linear.*must be Tensor, not str"),
+    ],
+)
+def test_example_inputs_that_the_model_does_not_take(
+    example: Any, match: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = rf"example_inputs are no inputs of \w+, whose forward\(\) says: .*{match}.*leave them out"
+    check_refused(models.make_mlp, pager.ConfigError, message, example_inputs=example, storages=False)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class LooksAtValues(nn.Module):
+    """Capture cannot run it, on inputs that are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(96, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return self.linear(y) if y.sum() > 0 else y
+
+
+def test_a_model_that_capture_cannot_run_is_recorded_without_a_word_of_torchs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = manage(LooksAtValues(), device_budget="200KiB", example_inputs=(torch.zeros(2, 96),))
+    assert "recorded first step" in str(model.pager.plan)
+    assert "Traceback" not in capfd.readouterr().err
+    model.pager.close()
 
 
 def test_not_a_module() -> None:

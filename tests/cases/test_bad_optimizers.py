@@ -111,7 +111,7 @@ def test_lbfgs_is_refused() -> None:
     check_refused(
         models.make_mlp,
         pager.ConfigError,
-        "LBFGS cannot be managed",
+        r"LBFGS cannot be managed: its step\(\) needs a closure.*one direction for all parameters.*Use an optimizer",
         lambda model: torch.optim.LBFGS(model.parameters()),
     )
 

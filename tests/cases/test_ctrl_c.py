@@ -1,9 +1,10 @@
-"""Ctrl-C between any two lines of the runtime: it is raised, and training goes on as if it had come earlier."""
+"""Ctrl-C and other signals between any two lines of the runtime: raised, and training goes on as if earlier."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import pager
 from pager.config import Checks
-from pager.interrupts import uninterrupted
+from pager.engine.leases import Leases
 from pager.mmu.binding import Binding
 from pager.page_table import PageTable
 
@@ -88,30 +89,52 @@ def test_an_error_while_a_tensor_is_pointed_at_its_frames(
     check_goes_on(model, optimizer, make(), done=1)
 
 
+class Struck(Exception):
+    """What the handlers of these tests raise."""
+
+
+def strike(number: int, frame: FrameType | None) -> None:
+    raise Struck(number)
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGALRM, signal.SIGUSR1, signal.SIGTERM], ids=lambda s: s.name)
+def striking(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A signal whose handler raises."""
+    number: int = request.param
+    before = signal.signal(number, strike)
+    yield number
+    assert signal.getsignal(number) is strike
+    signal.signal(number, before)
+
+
 @pytest.mark.parametrize("verb", ["begin_page_in", "end_page_in", "materialize", "pin", "unpin", "evict"])
 @pytest.mark.parametrize("call", [1, 2])
-def test_ctrl_c_inside_the_page_table(verb: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real SIGINT while records change is raised once they agree again."""
+def test_a_signal_inside_the_page_table(
+    verb: str, call: int, striking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real one while records change: what its handler raises is raised once they agree again."""
     model, optimizer = make_managed()
     step(model, optimizer)
     with monkeypatch.context() as patch:
-        interrupt_at(patch, PageTable, verb, call, lambda: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, PageTable, verb, call, lambda: signal.raise_signal(striking))
+        with pytest.raises(Struck):
             model(X).square().mean().backward()
     check_goes_on(model, optimizer, make(), done=1)
 
 
-def test_an_interrupt_is_delivered_when_the_block_is_left() -> None:
-    seen = []
-
-    def interrupted() -> None:
-        with uninterrupted():
-            with uninterrupted():
-                signal.raise_signal(signal.SIGINT)
-                seen.append("inner")
-            seen.append("outer")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert seen == ["inner", "outer"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_a_signal_while_notes_of_dead_leases_are_worked_off(
+    striking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each note is taken once: one that was dropped would keep its frames pinned for ever."""
+    model, optimizer = make_managed()
+    step(model, optimizer)
+    params: Any = [model.get_parameter("0.weight"), model.get_parameter("2.weight")]
+    engine = params[0]._pager.mmu.engine
+    views = [param.detach() for param in params]
+    views.clear()
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, Leases, "_record_uses", 1, lambda: signal.raise_signal(striking))
+        with pytest.raises(Struck):
+            engine.drain()
+    assert [run.pins for param in params for run in engine.runs_of(param._pager.segment)] == [0, 0]
+    check_goes_on(model, optimizer, make(), done=1)

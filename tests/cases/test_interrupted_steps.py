@@ -204,7 +204,7 @@ def test_interrupts_between_the_phases_of_a_unit(phase: str, monkeypatch: pytest
         train_step(case, model, step)
         bomb = Bomb(step, Stop)
         with monkeypatch.context() as patched:
-            for cls in (module._PagedUnit, module._SmallUnit):
+            for cls in (module.PagedUnit, module.SmallUnit):
                 original = getattr(cls, phase, None)
                 if original is None:
                     continue

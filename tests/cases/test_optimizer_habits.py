@@ -50,6 +50,28 @@ def test_add_param_group_in_mid_training() -> None:
     check_same(lambda: models.make_mlp().model, script)
 
 
+def test_states_stand_in_torchs_order() -> None:
+    """Large and small parameters mixed over groups out of the model's order, one trained later than the rest."""
+    case = models.make_mlp()
+
+    def script(model: Any, report: Report) -> None:
+        params = list(model.parameters())
+        number = {id(param): index for index, param in enumerate(params)}
+        groups = [params[4:], params[1::-1], params[2:4]]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.01)
+        params[2].requires_grad_(False)
+        for step in range(3):
+            optimizer.zero_grad()
+            train_step(case, model, step)
+            optimizer.step()
+            params[2].requires_grad_(True)
+            states = optimizer.state_dict()["state"]
+            report("shown", [(index, list(state)) for index, state in states.items()])
+            report("held", [number[id(param)] for param in optimizer.state])
+
+    check_same(lambda: models.make_mlp().model, script)
+
+
 @pytest.mark.parametrize("way", ["requires_grad_", "attribute", "module"])
 def test_freezing_and_unfreezing_in_mid_training(way: str) -> None:
     case = models.make_mlp()

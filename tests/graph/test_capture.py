@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pager.graph.access import METADATA, AccessRecorder
 from pager.graph.access_trace import Phase
-from pager.graph.capture import REAL_LIMIT_BYTES, Capture, capture, run_step
+from pager.graph.capture import Capture, capture, run_step
+from pager.graph.twin import REAL_LIMIT_BYTES
 from tests import models
 
 Rows = npt.NDArray[Any]

@@ -104,6 +104,17 @@ def test_what_fits_nowhere_is_refused_with_its_bill(disk_bytes: int, message: st
         plan(make_homes(0), make_wanted(8), arena=2 * MIB, host=20 * MIB, disk=disk_bytes)
 
 
+def test_a_host_budget_below_the_process_lacks_what_the_process_takes_too() -> None:
+    homes = make_homes(0)
+    message = (
+        r"misses 32.00 MiB; the process without it takes 5.00 MiB more .*, which so lacks 37.00 MiB. Raise"
+    )
+    with pytest.raises(BudgetError, match=message):
+        plan(homes, make_wanted(8), arena=2 * MIB, host=-5 * MIB, disk=0)
+    tiers = plan(homes, make_wanted(8), arena=2 * MIB, host=-5 * MIB, disk=64 * MIB)
+    assert tiers == {"device": 0, "host": 0, "disk": 32}
+
+
 def test_a_segment_gets_frames_at_its_planned_home(disk: DiskFile) -> None:
     homes = make_homes(20 * MIB, disk)
     wanted = make_wanted(8)

@@ -194,9 +194,9 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "mmu/gradient.py:Gradients._add:bump_version": accumulate_a_gradient_at_home,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,
     "mmu/mmu.py:_count_writes:bump_version": unscale_a_gradient,
-    "optim/update.py:_PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
-    "optim/update.py:_PagedUnit._commit:mark_dirty#2": train,
-    "optim/update.py:_PagedUnit._commit:bump_version": train,
+    "optim/units.py:PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
+    "optim/units.py:PagedUnit._commit:mark_dirty#2": train,
+    "optim/units.py:PagedUnit._commit:bump_version": train,
     "optim/deferred.py:Deferred.begin:bump_version": step_between_forward_and_backward,
     "optim/streamed.py:StreamedUnit._run:bump_version": step_of_ones_own_between_forward_and_backward,
 }

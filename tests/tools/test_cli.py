@@ -69,6 +69,9 @@ def test_a_budget_that_cannot_hold_is_a_failure_with_its_message(
     raising.error = BudgetError("3 GiB needed, 2 GiB allowed")  # type: ignore[attr-defined]
     assert cli.main(["sample"]) == 1
     assert capsys.readouterr().err == "pager: 3 GiB needed, 2 GiB allowed\n"
+    raising.error = BudgetError("pager: 3 GiB needed")  # type: ignore[attr-defined]
+    assert cli.main(["sample"]) == 1
+    assert capsys.readouterr().err == "pager: 3 GiB needed\n"
 
 
 @pytest.mark.parametrize("error", [PagerInternalError("a bug"), ZeroDivisionError("a bug")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -52,6 +53,22 @@ def test_a_file_that_is_no_text_is_refused(
     with pytest.raises(InputError, match=message) as raised:
         read_text(str(path))
     assert str(path) in str(raised.value)
+
+
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match=r"pipe\.txt: neither a regular file nor a folder"):
+        read_text(str(pipe))
+    (tmp_path / "a.txt").write_bytes(b"beside the pipe")
+    assert bytes(read_text(str(tmp_path))) == b"beside the pipe"
+
+
+def test_no_name_is_not_the_folder_one_stands_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"not asked for")
+    with pytest.raises(InputError, match="--text is empty text"):
+        read_text("")
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_what_is_given_is_taken(tmp_path: Path) -> None:
         (("--device-budget", "lots"), "device_budget is 'lots'"),
         (("--device-budget", "1.5"), "device_budget is 1.5"),
         (("--host-budget", "0"), "host_budget is 0 bytes"),
+        (("--model", ""), "unknown model ''; known are .*small"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused(argv: tuple[str, ...], message: str) -> None:
@@ -140,6 +141,9 @@ def test_an_option_that_cannot_work_is_refused(argv: tuple[str, ...], message: s
     ("argv", "message"),
     [
         (("--text", "no/such/file"), "there is no such file or folder"),
+        (("--text", ""), "--text is empty text"),
+        (("--text", "/dev/zero"), "--text /dev/zero: neither a regular file nor a folder"),
+        (("--disk", "/proc"), "disk='/proc': .*No such file.*Name a folder"),
         (("--seq", "10000000"), "too few for --seq 10000000"),
         (("--out", "/dev/null/runs"), "cannot write there"),
         (("--eviction", "random"), "belady"),
@@ -353,7 +357,9 @@ def test_a_budget_that_cannot_hold_the_step_is_named(
     assert run_tiny(tmp_path, "--steps", "2", "--device-budget", "256KiB") == 1
     error = capsys.readouterr().err
     assert error.startswith("pager: ")
+    assert error.count("pager: ") == 1
     assert "256.00 KiB" in error
+    assert list(tmp_path.iterdir()) == []  # there was no run
 
 
 def test_without_matplotlib_a_run_says_so_and_ends_well(
