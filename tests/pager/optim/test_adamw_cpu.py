@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from functools import partial
 from typing import Any
 
 import numba
@@ -14,6 +15,7 @@ import torch
 
 from pager.errors import ConfigError
 from pager.optim.adamw_cpu import AdamValues, CpuAdam, _compile
+from pager.optim.cpu_pool import UpdatePool, cut_into_slices
 from pager.optim.master import join, split
 
 NUM_ELEMENTS = 20_011  # no multiple of any vector's length
@@ -216,6 +218,35 @@ def test_any_cut_gives_the_same_bits() -> None:
         results.append((weight, low, exp_avg, exp_avg_sq))
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_threads_give_the_same_bits() -> None:
+    """Slices in a pool of four threads, several steps; against one thread."""
+    num_elements = 300_007
+    generator = torch.Generator().manual_seed(9)
+    start = torch.randn(num_elements, generator=generator)
+    gradients = [torch.randn(num_elements, generator=generator).to(torch.bfloat16) for _ in range(3)]
+    results = []
+    for num_threads in (1, 4):
+        weight, low = (
+            torch.empty(num_elements, dtype=torch.bfloat16),
+            torch.empty(num_elements, dtype=torch.int16),
+        )
+        split(start, weight, low)
+        exp_avg, exp_avg_sq = torch.zeros(num_elements), torch.zeros(num_elements)
+        pool = UpdatePool(num_threads)
+        for step, gradient in enumerate(gradients, start=1):
+            update = CpuAdam(weight, low, exp_avg, exp_avg_sq, gradient)
+            scalars = make_values(step=step).scalars()
+            slices = [
+                partial(update.run, begin, end, scalars)
+                for begin, end in cut_into_slices(num_elements, 4 * num_threads)
+            ]
+            pool.submit(slices).result(60)
+        pool.close()
+        results.append((weight, low, exp_avg, exp_avg_sq))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    assert not torch.equal(results[0][0], start.to(torch.bfloat16))
 
 
 def test_a_slice_leaves_its_neighbours_alone() -> None:
