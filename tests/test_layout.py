@@ -36,7 +36,7 @@ EXPORTED = {
 
 # Inside pager/ an import goes to the same or an earlier row, never to a later one.
 LAYERS = (
-    ("errors", "units", "columns", "config", "statistics", "host_limit", "interrupts"),
+    ("errors", "units", "columns", "config", "statistics", "host_limit", "core_limit", "interrupts"),
     ("address_space", "page_table"),
     ("tiers", "device"),
     ("engine", "homes", "device_budget"),
@@ -288,6 +288,9 @@ def test_an_unknown_name_of_the_face_is_an_attribute_error() -> None:
         ("pager.errors", {"torch", "numpy"}),
         ("pager.policies.lru", {"torch", "networkx"}),
         ("pager.graph.access_trace", {"torch"}),
+        ("pager.core_limit", {"torch", "numpy", "psutil"}),
+        ("pager.optim.adamw_cpu", {"numba", "llvmlite"}),
+        ("pager.optim.cpu_pool", {"torch", "numpy", "numba"}),
         ("pager.tools.cli", {"torch", "numpy", "yaml", "matplotlib"}),
         ("pager.tools.train", {"torch", "matplotlib"}),
     ],

@@ -98,7 +98,7 @@ def test_the_wheel_names_its_licence_command_and_requirements(wheel: Path) -> No
     required = {
         line.split()[1].split(">")[0] for line in metadata.splitlines() if _is_plain_requirement(line)
     }
-    assert required == {"torch", "numpy", "networkx", "psutil", "nvidia-ml-py", "tqdm", "pyyaml"}
+    assert required == {"torch", "numpy", "networkx", "numba", "psutil", "nvidia-ml-py", "tqdm", "pyyaml"}
     assert "Name: torch-pager\n" in metadata
     assert "Requires-Python: >=3.10\n" in metadata
     assert "pager = pager.tools.cli:main" in entry_points
