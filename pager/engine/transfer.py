@@ -88,16 +88,21 @@ class Transfers:
         written = self._home_written.get(run.segment.index)
         if written is not None:
             h2d.wait(written)
-        for offset, num_bytes in _extents(run.num_bytes):
-            frame = run.frame + offset // self._arena.page_size
-            target = self._arena.bytes_of(frame, num_bytes)
-            home, home_frame = self._home(run, offset)
-            writes = self._device_region(frame, num_bytes)
-            if home == Home.HOST:
-                source = self._host.view(home_frame, num_bytes)
-                h2d.copy(target, source, reads=self._host_region(home_frame, num_bytes), writes=writes)
-            else:
-                self._read_disk(home_frame, num_bytes, target, writes, stalls=stalls)
+        home, home_frame = self._home(run)
+        if home == Home.HOST:
+            # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
+            num_bytes = run.num_bytes
+            source = self._host.view(home_frame, num_bytes)
+            target = self._arena.bytes_of(run.frame, num_bytes)
+            reads = self._host_region(home_frame, num_bytes)
+            h2d.copy(target, source, reads=reads, writes=self._device_region(run.frame, num_bytes))
+        else:
+            for offset, num_bytes in _extents(run.num_bytes):
+                num_frames = offset // self._arena.page_size
+                frame = run.frame + num_frames
+                target = self._arena.bytes_of(frame, num_bytes)
+                writes = self._device_region(frame, num_bytes)
+                self._read_disk(home_frame + num_frames, num_bytes, target, writes, stalls=stalls)
         run.ready = h2d.record()
         self._home_read[run.segment.index] = run.ready
         self._counters.add(page_in_bytes=run.num_bytes)
@@ -135,18 +140,21 @@ class Transfers:
         pending_read = self._home_read.get(run.segment.index)
         if pending_read is not None:
             d2h.wait(pending_read)
-        on_disk = False
-        for offset, num_bytes in _extents(run.num_bytes):
-            frame = run.frame + offset // self._arena.page_size
-            source = self._arena.bytes_of(frame, num_bytes)
-            home, home_frame = self._home(run, offset)
-            reads = self._device_region(frame, num_bytes)
-            if home == Home.HOST:
-                target = self._host.view(home_frame, num_bytes)
-                d2h.copy(target, source, reads=reads, writes=self._host_region(home_frame, num_bytes))
-            else:
-                on_disk = True
-                self._write_disk(home_frame, num_bytes, source, reads, stalls=stalls)
+        home, home_frame = self._home(run)
+        on_disk = home == Home.DISK
+        if not on_disk:
+            num_bytes = run.num_bytes
+            source = self._arena.bytes_of(run.frame, num_bytes)
+            target = self._host.view(home_frame, num_bytes)
+            writes = self._host_region(home_frame, num_bytes)
+            d2h.copy(target, source, reads=self._device_region(run.frame, num_bytes), writes=writes)
+        else:
+            for offset, num_bytes in _extents(run.num_bytes):
+                num_frames = offset // self._arena.page_size
+                frame = run.frame + num_frames
+                source = self._arena.bytes_of(frame, num_bytes)
+                regions = self._device_region(frame, num_bytes)
+                self._write_disk(home_frame + num_frames, num_bytes, source, regions, stalls=stalls)
         self._counters.add(page_out_bytes=run.num_bytes)
         event = d2h.record()
         if not on_disk:
@@ -215,9 +223,9 @@ class Transfers:
             if event is not None:
                 event.synchronize()
 
-    def _home(self, run: Run, offset: int) -> tuple[int, int]:
-        page = run.begin + offset // self._arena.page_size
-        return int(self._table.home[page]), int(self._table.home_frame[page])
+    def _home(self, run: Run) -> tuple[int, int]:
+        """The tier of a run's home, and its first frame there; a segment's home frames lie side by side."""
+        return int(self._table.home[run.begin]), int(self._table.home_frame[run.begin])
 
     def _device_region(self, frame: int, num_bytes: int) -> Region:
         return Region("device", frame, frame + -(-num_bytes // self._arena.page_size))
