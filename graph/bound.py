@@ -111,7 +111,8 @@ class StepBound:
         return sum(share for activity, share in self.shares.items() if part in activity)
 
     def __str__(self) -> str:
-        spread = ", ".join(f"{share:.0%} {', '.join(names)}" for names, share in self.shares.items())
+        named = {", ".join(names): share for names, share in self.shares.items() if share >= 0.005}
+        spread = ", ".join(f"{share:.0%} {name}" for name, share in named.items())
         return f"at least {self.seconds:.3f} s (wall: {self.wall}); {spread}"
 
 

@@ -14,8 +14,10 @@ __all__ = ["Infeasible", "minimise"]
 
 FloatArray = npt.NDArray[np.float64]
 
-# Rows and costs are expected near 1 in size; below this a number is rounding.
-_EPSILON = 1e-11
+# Of a row's largest number: below it a number is rounding, and no pivot.
+_ROUNDING = 1e-9
+# By how much a row (its largest number made 1) may be missed.
+_MISSED = 1e-10
 
 
 class Infeasible(ValueError):
@@ -37,24 +39,31 @@ def minimise(cost: npt.ArrayLike, rows: npt.ArrayLike, limits: npt.ArrayLike) ->
     if np.any(costs < 0):
         raise ValueError(f"cost {int(np.argmin(costs))} is {costs.min()}; the dual method needs costs >= 0")
     num_rows, num_variables = matrix.shape
-    tableau = np.hstack((matrix, np.eye(num_rows)))
+    scale = np.abs(matrix).max(axis=1, initial=0.0)
+    scale[scale == 0] = 1.0
+    tableau = np.hstack((matrix / scale[:, None], np.eye(num_rows)))
+    right /= scale
     reduced = np.concatenate((costs, np.zeros(num_rows)))
     basis = np.arange(num_variables, num_variables + num_rows)
-    while np.any(right < -_EPSILON):
-        violated = np.flatnonzero(right < -_EPSILON)
+    while np.any(right < -_MISSED):
+        violated = np.flatnonzero(right < -_MISSED)
         row = int(violated[np.argmin(basis[violated])])
-        columns = np.flatnonzero(tableau[row] < -_EPSILON)
+        columns = np.flatnonzero(tableau[row] < -_ROUNDING * np.abs(tableau[row]).max())
         if not len(columns):
             raise Infeasible("no point satisfies all rows")
         ratios = reduced[columns] / -tableau[row, columns]
-        column = int(columns[np.flatnonzero(ratios <= ratios.min() + _EPSILON)[0]])
+        column = int(columns[np.argmin(ratios)])
         right[row] /= tableau[row, column]
         tableau[row] /= tableau[row, column]
         factors = tableau[:, column].copy()
         factors[row] = 0.0
         tableau -= np.outer(factors, tableau[row])
         right -= factors * right[row]
-        reduced -= reduced[column] * tableau[row]
+        # Rounding must not turn a cost into a gain.
+        reduced = np.maximum(reduced - reduced[column] * tableau[row], 0.0)
+        tableau[:, column] = 0.0
+        tableau[row, column] = 1.0
+        reduced[column] = 0.0
         basis[row] = column
     solution = np.zeros(num_variables + num_rows)
     solution[basis] = np.maximum(right, 0.0)

@@ -104,6 +104,11 @@ def _run_child(job: StepJob, system: str, job_path: Path, log: Path) -> tuple[di
     """What the child left, and in words why it left no more (None: it ended well)."""
     result_path = job_path.with_name("result.json")
     result_path.unlink(missing_ok=True)
+    extensions = log.parent.resolve() / "torch_extensions"
+    # A build that was killed leaves its lock behind, and the next one waits for it for good.
+    for lock in extensions.glob("**/lock"):
+        lock.unlink()
+    environment = {**_environment(job, system), "TORCH_EXTENSIONS_DIR": str(extensions)}
     command = [sys.executable, "-m", "pager.tools.bench.child", str(job_path), system, str(result_path)]
     available = psutil.virtual_memory().available
     with log.open("w", encoding="utf-8") as file:
@@ -111,7 +116,7 @@ def _run_child(job: StepJob, system: str, job_path: Path, log: Path) -> tuple[di
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment(job, system),
+            env=environment,
             start_new_session=True,
         )
         try:

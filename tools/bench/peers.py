@@ -167,7 +167,7 @@ class _Fsdp2(System):
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=getattr(torch, job.sizes.dtype)),
-            "offload_policy": CPUOffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
         }
         for block in self.model.blocks:
             fully_shard(block, **options)
@@ -238,7 +238,10 @@ class _Deepspeed(System):
             "MASTER_PORT": "29531",
         }
         deepspeed.init_distributed(
-            dist_backend="nccl", init_method=f"file://{self.folder.name}/store", rank=0, world_size=1
+            dist_backend="nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{self.folder.name}/store",
+            rank=0,
+            world_size=1,
         )
         to_cpu = {"device": "cpu", "pin_memory": True}
         zero: dict[str, Any] = {"stage": stage, "offload_optimizer": to_cpu, "overlap_comm": True}

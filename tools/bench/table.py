@@ -47,13 +47,20 @@ def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append("")
     lines += [f"{_name(row)}: {row['status']}: {row['reason']}" for row in rows if row["status"] != "ok"]
     notes = {f"{row['system']}: {row['state']}; cap on {row['cap_on']}{_note(row)}": None for row in measured}
-    walls = {
-        f"bound of {row['bound']:.3f} s ({_name(row)}): wall {row['bound_wall']}; busy "
-        + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in row["bound_loads_seconds"].items()): None
-        for row in measured
-        if row.get("bound")
-    }
-    return "\n".join([*lines, *notes, *walls])
+    return "\n".join([*lines, *notes, *_walls(measured)])
+
+
+def _walls(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What sets each bound that occurs, with the systems it stands for."""
+    systems: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("bound"):
+            busy = ", ".join(f"{name} {seconds:.3f}" for name, seconds in row["bound_loads_seconds"].items())
+            text = f"bound {row['bound']:.3f} s: wall {row['bound_wall']}; seconds busy: {busy}"
+            names = systems.setdefault(text, [])
+            if row["system"] not in names:
+                names.append(row["system"])
+    return [f"{text} ({', '.join(names)})" for text, names in systems.items()]
 
 
 def _note(row: Mapping[str, Any]) -> str:
