@@ -30,7 +30,10 @@ MEMORY_BACK_SHARE = 0.03
 
 
 def conduct(job: StepJob, out: Path, *, as_json: bool) -> int:
-    """Measure the ceilings, then each system; print and append to ``out/bench.jsonl``. 0 if anything came of it."""
+    """Measure the ceilings, then each system; print and append to ``out/bench.jsonl``. 0 if anything came of it.
+
+    The output of a system that failed stays in ``out`` as a log.
+    """
     started = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
     common = {
         "workload": job.workload,
@@ -104,11 +107,6 @@ def _run_child(job: StepJob, system: str, job_path: Path, log: Path) -> tuple[di
     """What the child left, and in words why it left no more (None: it ended well)."""
     result_path = job_path.with_name("result.json")
     result_path.unlink(missing_ok=True)
-    extensions = log.parent.resolve() / "torch_extensions"
-    # A build that was killed leaves its lock behind, and the next one waits for it for good.
-    for lock in extensions.glob("**/lock"):
-        lock.unlink()
-    environment = {**_environment(job, system), "TORCH_EXTENSIONS_DIR": str(extensions)}
     command = [sys.executable, "-m", "pager.tools.bench.child", str(job_path), system, str(result_path)]
     available = psutil.virtual_memory().available
     with log.open("w", encoding="utf-8") as file:
@@ -116,7 +114,7 @@ def _run_child(job: StepJob, system: str, job_path: Path, log: Path) -> tuple[di
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=_environment(job, system),
             start_new_session=True,
         )
         try:
@@ -128,6 +126,7 @@ def _run_child(job: StepJob, system: str, job_path: Path, log: Path) -> tuple[di
     _wait_for_memory(available)
     result = json.loads(result_path.read_text(encoding="utf-8")) if result_path.exists() else {}
     if code == 0:
+        log.unlink()
         return result, None
     if code is None:
         return result, f"not done after {job.timeout:.0f} s; see {log}"
@@ -138,6 +137,8 @@ def _run_child(job: StepJob, system: str, job_path: Path, log: Path) -> tuple[di
 def _environment(job: StepJob, system: str) -> dict[str, str]:
     environment = dict(os.environ)
     environment["PYTHONUNBUFFERED"] = "1"
+    if system.startswith("deepspeed"):
+        environment["TORCH_EXTENSIONS_DIR"] = str(_extensions_folder())
     if job.deterministic:
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if job.device == "cuda":
@@ -147,6 +148,15 @@ def _environment(job: StepJob, system: str) -> dict[str, str]:
             # Page-locking by registration costs a quarter of cudaHostAlloc's time. The old name works everywhere.
             environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "pinned_use_cuda_host_register:True")
     return environment
+
+
+def _extensions_folder() -> Path:
+    """Where DeepSpeed builds its optimizer, for minutes: once for all its systems, and for later runs."""
+    folder = Path(tempfile.gettempdir()) / f"pager-bench-extensions-{os.getuid()}"
+    # A build that was killed leaves its lock behind, and the next one would wait for it for good.
+    for lock in folder.glob("**/lock"):
+        lock.unlink()
+    return folder
 
 
 def _end(child: subprocess.Popen[Any]) -> None:

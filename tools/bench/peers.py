@@ -119,7 +119,7 @@ class _Traditional(_Plain):
         sizes = [_STATES * 4 * weight.numel() for weight in self.weights]
         frames = [-(-size // _FRAME_BYTES) for size in sizes]
         # Pieces of the arena end where a parameter would not fit any more.
-        spare = 0 if sum(sizes) < 2**36 else 2 * max(frames)
+        spare = 0 if sum(sizes) < 2**35 else max(frames)
         self.arena = HostArena(_FRAME_BYTES, machine, host_limit_bytes())
         self.arena.grow(sum(frames) + spare)
         self.states = []
@@ -127,9 +127,8 @@ class _Traditional(_Plain):
         for weight, size, count in zip(self.weights, sizes, frames, strict=True):
             memory = self.arena.view(self.arena.allocate(count), size).view(torch.float32)
             states = memory.view(_STATES, -1)
-            states[0].copy_(weight.flatten())
-            states[1:].zero_()
-            self.states.append(states)
+            states[0].copy_(weight.flatten().float())
+            self.states.append(states)  # the moments are zero: fresh memory of the system is
 
     def update(self, number: int, weight: Tensor, gradient: Tensor) -> None:
         here = self.states[number].to(weight.device, non_blocking=True, copy=True)
@@ -188,10 +187,7 @@ class _Fsdp2(System):
         return loss.detach()
 
     def close(self) -> None:
-        from torch import distributed
-
-        distributed.destroy_process_group()
-        self.folder.cleanup()
+        self.folder.cleanup()  # the process group ends with its process
 
 
 class _Torchao(System):

@@ -59,6 +59,7 @@ def _numbers(job: StepJob, run: dict[str, Any]) -> dict[str, Any]:
         "seconds": run["seconds"],
         "tokens_per_second": tokens / seconds,
         "model_tflops": 6 * job.num_parameters * tokens / seconds / 1e12,
+        "holds_cap": _holds_cap(job, run),
         "allocator_peak_bytes": run["allocator_peak_bytes"],
         "process_peak_bytes": run["process_peak_bytes"],
         "host_bytes": run["host_bytes"],
@@ -68,6 +69,12 @@ def _numbers(job: StepJob, run: dict[str, Any]) -> dict[str, Any]:
         "d2h_bytes_per_step": run["d2h_bytes_per_step"],
         "losses": [run["losses"][0], run["losses"][-1]],
     }
+
+
+def _holds_cap(job: StepJob, run: dict[str, Any]) -> bool | None:
+    """Whether torch's allocator stayed within the workload's cap, also for a system that knows none."""
+    peak = run["allocator_peak_bytes"]
+    return None if peak is None or job.cap_bytes is None else peak <= job.cap_bytes
 
 
 def add_bound(row: dict[str, Any], job: StepJob, ceilings: dict[str, float] | None) -> None:
