@@ -198,7 +198,7 @@ def test_the_measured_machine_reaches_about_a_second() -> None:
 def test_a_better_machine_is_never_slower(
     name: str, factor: float, cap_gib: float, update_at: str, update_on: str
 ) -> None:
-    knobs = {"update_at": update_at, "update_on": update_on, "device_bytes": cap_gib * GIB}
+    knobs: dict[str, Any] = {"update_at": update_at, "update_on": update_on, "device_bytes": cap_gib * GIB}
     better = getattr(H200, name) * (factor if "per_second" in name else 1 / factor)
     plain = bound_of(**knobs).seconds
     assert bound_of(dataclasses.replace(H200, **{name: better}), **knobs).seconds <= plain * (1 + 1e-9)
