@@ -240,7 +240,7 @@ class _Deepspeed(System):
             world_size=1,
         )
         to_cpu = {"device": "cpu", "pin_memory": True}
-        zero: dict[str, Any] = {"stage": stage, "offload_optimizer": to_cpu, "overlap_comm": True}
+        zero: dict[str, Any] = {"stage": stage, "offload_optimizer": to_cpu}
         if stage == 3:
             zero["offload_param"] = to_cpu
         options = adamw_options()
