@@ -6,6 +6,7 @@ Writes RESULT (JSON) after each part, so that what was measured before a crash o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -64,7 +65,7 @@ class MemorySampler(threading.Thread):
         self.resident_bytes = max(self.resident_bytes, self._process.memory_info().rss)
         self.used_bytes = max(self.used_bytes, self._available - psutil.virtual_memory().available)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the thread."""
         self._stopped.set()
         self.join()
@@ -134,28 +135,23 @@ def _measure(job: StepJob, name: str, path: Path, result: dict[str, Any]) -> Non
         (job.steps, 2, job.batch, job.seq),
         generator=torch.Generator().manual_seed(job.seed),
     )
-    sampler = MemorySampler(machine)
-    sampler.start()
     if SYSTEMS[name].cap_on == "allocator":
         machine.limit_allocator(job.cap_bytes)
-    began = time.perf_counter()
-    system = make_managed(job, device) if name == "pager" else PEERS[name](job, device, machine)
-    synchronize(device)
-    result["setup_seconds"] = time.perf_counter() - began
-    result["state"] = system.state
-    _write(path, result)
-    try:
-        for clip in job.clips:
-            run = _run(system, batches, clip, device)
-            sampler.sample()
-            run |= _memory(sampler, machine)
-            result["runs"].append(run)
+    with contextlib.closing(MemorySampler(machine)) as sampler:
+        sampler.start()
+        began = time.perf_counter()
+        system = make_managed(job, device) if name == "pager" else PEERS[name](job, device, machine)
+        with contextlib.closing(system):
+            synchronize(device)
+            result |= {"setup_seconds": time.perf_counter() - began, "state": system.state}
             _write(path, result)
-        sampler.stop()
-        result["facts"] = system.facts()
-        _write(path, result)
-    finally:
-        system.close()
+            for clip in job.clips:
+                run = _run(system, batches, clip, device)
+                sampler.sample()
+                result["runs"].append(run | _memory(sampler, machine))
+                _write(path, result)
+            result["facts"] = system.facts()
+            _write(path, result)
 
 
 def _run(system: System, batches: Tensor, clip: float | None, device: torch.device) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from pager.device.base import make_device
+from pager.tools.bench import child
 from pager.tools.bench.child import MemorySampler
 from pager.tools.bench.job import BETAS, EPS, LR, WEIGHT_DECAY, StepJob
 from pager.tools.bench.managed import _Managed, make_managed
@@ -87,6 +90,8 @@ def test_clipping_changes_the_step(name: str) -> None:
         system.step(tokens[0], tokens[1], clip)
         assert not torch.equal(system.states[0][0], before[0])
         assert all(weight.grad is None for weight in system.weights)
+        for weight, states in zip(system.weights, system.states, strict=True):
+            assert torch.equal(weight.detach().flatten(), states[0].bfloat16())
         heads.append(system.states[0][1].abs().max().item())
         system.close()
     assert heads[1] < heads[0] / 100
@@ -159,6 +164,33 @@ def test_who_is_not_installed_says_so(name: str, monkeypatch: pytest.MonkeyPatch
         PEERS[name](make_job(), CPU, make_device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs", "error", "refused"),
+    [
+        ("torchao", {}, "not installed: no module torchao.optim", True),
+        ("pager", {"not_a_knob": 1}, "this version of pager has no knob not_a_knob", True),
+        ("pager", {"page_size": "4MiB"}, "BudgetError: ", False),
+    ],
+)
+def test_a_child_leaves_the_reason_in_words(
+    name: str,
+    knobs: dict[str, Any],
+    error: str,
+    refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    make_job(knobs=knobs, cap_bytes=2**16).write(tmp_path / "job.json")
+    assert child.main([str(tmp_path / "job.json"), name, str(tmp_path / "result.json")]) == 1
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["error"].startswith(error)
+    assert result["refused"] is refused
+    assert result["runs"] == []
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_the_sampler_sees_memory_that_was_touched() -> None:
     sampler = MemorySampler(make_device("cpu"))
     sampler.sample()
@@ -166,7 +198,7 @@ def test_the_sampler_sees_memory_that_was_touched() -> None:
     block = torch.ones(2**25)
     sampler.start()
     sampler.sample()
-    sampler.stop()
+    sampler.close()
     assert sampler.resident_bytes >= before + block.nbytes // 2
     assert sampler.allocator_bytes == 0
     assert not sampler.is_alive()
