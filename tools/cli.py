@@ -41,6 +41,11 @@ COMMANDS = (
         help="train a byte-level language model whose state is larger than the device memory",
         module="pager.tools.train",
     ),
+    Command(
+        name="bench",
+        help="training steps beside those of other systems, and beside the least time they could take",
+        module="pager.tools.bench.command",
+    ),
 )
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 SLAB_ALIGNMENT = 512  # bytes; a misaligned weight changes the bits of a product (DESIGN, "The MMU")
 
+LinkDirection = Literal["h2d", "d2h", "both"]
 SkipWait = Callable[["Stream | None", "Event"], bool]
 
 
@@ -262,8 +263,11 @@ class Device(ABC):
         """How often torch's allocator raised an out-of-memory error in this process; 0 if simulated."""
 
     @abstractmethod
-    def measure_bandwidth(self, num_bytes: int) -> float:
-        """Bytes per second of copies of ``num_bytes`` from page-locked memory to the device; blocks."""
+    def measure_bandwidth(self, num_bytes: int, *, direction: LinkDirection = "h2d") -> float:
+        """Bytes per second of copies of ``num_bytes`` between page-locked memory and the device; blocks.
+
+        ``direction`` "both" runs the two directions at once and gives the rate of each, not their sum.
+        """
 
     @abstractmethod
     def drain_stall_seconds(self) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pager.device.base import SLAB_ALIGNMENT, Device, Event, Stream, call_on_release
+from pager.device.base import SLAB_ALIGNMENT, Device, Event, LinkDirection, Stream, call_on_release
 from pager.device.happens_before import HappensBefore
 from pager.errors import PagerClosed, TierError
 from pager.units import format_bytes
@@ -342,18 +342,35 @@ class CudaDevice(Device):
     def num_out_of_memory(self) -> int:
         return int(torch.cuda.memory_stats(self.torch_device).get("num_ooms", 0))
 
-    def measure_bandwidth(self, num_bytes: int) -> float:
-        source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        target.copy_(source, non_blocking=True)  # the first copy is slower
-        stream = self.current_stream().native  # of this device, which need not be torch's current one
-        begin.record(stream)
+    def measure_bandwidth(self, num_bytes: int, *, direction: LinkDirection = "h2d") -> float:
+        streams = {"h2d": (self.h2d,), "d2h": (self.d2h,), "both": (self.h2d, self.d2h)}[direction]
+        copies = []
+        for stream in streams:
+            assert isinstance(stream, CudaStream)
+            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            device = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+            pair = (device, host) if stream is self.h2d else (host, device)
+            # The allocator's memory may still be in use on the compute stream.
+            stream.native.wait_stream(torch.cuda.current_stream(self.torch_device))
+            with torch.cuda.stream(stream.native):
+                pair[0].copy_(pair[1], non_blocking=True)  # the first copy is slower
+            stream.native.synchronize()
+            times = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            copies.append((stream.native, pair, times))
+        for native, _, times in copies:
+            times[0].record(native)
+        # In turn, so that no direction has the link to itself for long.
         for _ in range(_BANDWIDTH_COPIES):
-            target.copy_(source, non_blocking=True)
-        end.record(stream)
-        end.synchronize()
-        return _BANDWIDTH_COPIES * num_bytes / (begin.elapsed_time(end) / 1000)
+            for native, pair, _ in copies:
+                with torch.cuda.stream(native):
+                    pair[0].copy_(pair[1], non_blocking=True)
+        for native, _, times in copies:
+            times[1].record(native)
+        seconds = 0.0
+        for _, _, times in copies:
+            times[1].synchronize()
+            seconds = max(seconds, times[0].elapsed_time(times[1]) / 1000)
+        return _BANDWIDTH_COPIES * num_bytes / seconds
 
     def drain_stall_seconds(self) -> float:
         seconds = 0.0

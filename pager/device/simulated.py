@@ -45,7 +45,7 @@ import psutil
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pager.device.base import SLAB_ALIGNMENT, Device, Event, SkipWait, Stream, call_on_release
+from pager.device.base import SLAB_ALIGNMENT, Device, Event, LinkDirection, SkipWait, Stream, call_on_release
 from pager.device.happens_before import HappensBefore
 from pager.errors import ConfigError, PagerClosed, RaceError
 
@@ -323,7 +323,7 @@ class SimulatedDevice(Device):
         with self.lock:
             self._stall_seconds += seconds
 
-    def measure_bandwidth(self, num_bytes: int) -> float:
+    def measure_bandwidth(self, num_bytes: int, *, direction: LinkDirection = "h2d") -> float:
         source = torch.ones(num_bytes, dtype=torch.uint8)
         target = torch.ones(num_bytes, dtype=torch.uint8)
         started = time.perf_counter()

@@ -260,4 +260,5 @@ def test_figures_of_memory(device: Device) -> None:
     device.release_cached_memory()
     assert device.free_bytes() >= free + (1 << 30)
     assert device.num_out_of_memory() >= 0
-    assert device.measure_bandwidth(1 << 26) > 1e9
+    for direction in ("h2d", "d2h", "both"):
+        assert device.measure_bandwidth(1 << 26, direction=direction) > 1e9

@@ -320,6 +320,7 @@ def test_make_device_gives_the_simulated_one(streams: str) -> None:
     assert device.process_bytes() == 0 == device.num_out_of_memory() == device.allocator_peak_bytes()
     assert 0 < device.free_bytes() <= device.total_bytes()
     assert device.measure_bandwidth(1 << 20) > 0
+    assert device.measure_bandwidth(1 << 20, direction="both") > 0
     device.limit_allocator(1)
     assert device.allocator_bytes() == 0
 
