@@ -33,8 +33,9 @@ _FREE_SHARE = 8
 # Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
 _RING_SHARE = 8
 _MAX_RING_BYTES = 3 * 2**29
-_MAX_SLOT_BYTES = 192 * 2**20
-MAX_SLOTS = 8
+_MAX_SLOT_BYTES = 384 * 2**20
+# One arrives, one is computed, one leaves, one is free.
+MAX_SLOTS = 4
 
 
 class Residency:

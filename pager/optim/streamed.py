@@ -10,7 +10,7 @@ A state that somebody holds on the device, or that stays there, is stepped as a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from pager.optim.schedule import Slice
     from pager.optim.units import Progress
     from pager.optim.update import Update
+
+
+# Among a unit's views: the parameter's own slice.
+_OWN = ""
 
 
 def can_stream(adopted: AdoptedOptimizer, binding: Binding, keys: Iterable[str]) -> bool:
@@ -127,37 +131,53 @@ class StreamedUnit:
         adopted = update.adopted
         engine = adopted.engine
         binding = self.progress.binding
-        states = adopted.paged_states(binding)
+        # A traceback keeps this call's variables alive, and must not keep pages pinned: all views are in here.
+        views: dict[str, torch.Tensor] = {}
+        runs: dict[str, Run] = {}
         leases: list[torch.Tensor] = []
         try:
-            own, run = self._resident(engine, binding, leases, whole=adopted.keeps_whole(binding.segment))
-            in_slot = {key: self._staged(engine, staged[place]) for place, key in enumerate(self._keys)}
-            direct = {
-                key: self._resident(engine, state, leases)
-                for key, state in states.items()
-                if key not in in_slot
-            }
-            copy = own.clone().requires_grad_(True)
+            whole = adopted.keeps_whole(binding.segment)
+            views[_OWN], runs[_OWN] = self._resident(engine, binding, leases, whole=whole)
+            states: dict[str, torch.Tensor] = {}
+            for key, state in adopted.paged_states(binding).items():
+                if key in self._keys:
+                    states[key] = views[key] = self._staged(engine, staged[self._keys.index(key)])
+                else:
+                    views[key], runs[key] = self._resident(engine, state, leases)
+                    states[key] = views[key].clone()
+            copy = views[_OWN].clone().requires_grad_(True)
             copy.grad = self._gradient(engine, binding, staged, leases)
-            state = self.progress.state_of(in_slot | {key: view.clone() for key, (view, _) in direct.items()})
-            new = update.run_class(self.progress.group_index, [copy], [state])[0]
-            for key, view in in_slot.items():
-                if new[key] is not view:
-                    view.copy_(new[key])
+            new = update.run_class(self.progress.group_index, [copy], [self.progress.state_of(states)])[0]
+            copy.grad = None
             with uninterrupted():
-                update.committed = True
-                own.copy_(copy)
-                if binding.pending is None:  # else it was counted when the step returned
-                    binding.bump_version()
-                engine.wrote(run)
-                for key, (view, state_run) in direct.items():
-                    view.copy_(new[key])
-                    engine.wrote(state_run)
-                if staged:
-                    engine.staging.write_back(self, staged[: len(self._keys)])
-                self.progress.finish_one(update, self.piece, new)
+                self._commit(update, staged, copy, new, views, runs)
         finally:
-            leases.clear()  # a traceback keeps this call's variables alive, and must not keep pages pinned
+            leases.clear()
+            views.clear()
+
+    def _commit(
+        self,
+        update: Update,
+        staged: list[Run],
+        copy: torch.Tensor,
+        new: dict[str, Any],
+        views: dict[str, torch.Tensor],
+        runs: dict[str, Run],
+    ) -> None:
+        engine = update.adopted.engine
+        binding = self.progress.binding
+        update.committed = True
+        views[_OWN].copy_(copy)
+        if binding.pending is None:  # else it was counted when the step returned
+            binding.bump_version()
+        for key, view in views.items():
+            if key != _OWN and new[key] is not view:
+                view.copy_(new[key])
+        for run in runs.values():
+            engine.wrote(run)
+        if staged:
+            engine.staging.write_back(self, staged[: len(self._keys)])
+        self.progress.finish_one(update, self.piece, new)
 
     def _gradient(
         self, engine: Engine, binding: Binding, staged: list[Run], leases: list[torch.Tensor]

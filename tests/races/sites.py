@@ -65,7 +65,7 @@ def _last_name(node: ast.expr) -> str:
 
 def wait_sites() -> dict[tuple[str, int], str]:
     """Every place where a stream or the host waits for an event. Conditions between threads are not among them."""
-    conditions = ("changed", "_wake")
+    conditions = ("changed", "_wake", "_finished")
     return {
         **find_sites("wait", receivers_left_out=conditions),
         **find_sites("synchronize", receivers_left_out=conditions),

@@ -198,7 +198,7 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "optim/units.py:PagedUnit._commit:mark_dirty#2": train,
     "optim/units.py:PagedUnit._commit:bump_version": train,
     "optim/deferred.py:Deferred.begin:bump_version": step_between_forward_and_backward,
-    "optim/streamed.py:StreamedUnit._run:bump_version": step_of_ones_own_between_forward_and_backward,
+    "optim/streamed.py:StreamedUnit._commit:bump_version": step_of_ones_own_between_forward_and_backward,
 }
 
 
