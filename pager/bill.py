@@ -27,6 +27,9 @@ ASSUMED_STATES = 2
 # By a parameter's id: the dtypes of the states that its optimizer keeps. Of the others AdamW's are assumed.
 States = Mapping[int, Sequence[torch.dtype]]
 
+# What AdamW keeps of a bf16 parameter that is stepped through a fp32 master: two states, and the low bits.
+MASTER_STATES = (torch.float32, torch.float32, torch.int16)
+
 
 def training_state(parameters: Parameters, states: States) -> list[Wanted]:
     """The tensors of the training state that will be paged."""

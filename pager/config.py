@@ -66,7 +66,10 @@ class Config:
     disk_budget: the most bytes to take there, or "55GiB"; None = what the folder's file system has free, less
         one tenth.
     update_on: where the optimizer runs; "device" is exact. "auto" and "cpu" are not available yet.
-    update_at: "step", or "backward" (not available yet).
+    update_at: "step"; "backward" updates each parameter as soon as its gradient is final, so gradients need no
+        storage; whoever needs all gradients before the step (clipping, GradScaler) cannot have that.
+    master: "float32" steps bf16 parameters in fp32, through a fp32 master of which the parameter is the rounded
+        value; None steps them in their own dtype, as torch does.
     example_inputs: a tuple of positional or a dict of keyword inputs for capture before the first batch.
     init: called as ``init(module)`` for each module that holds meta parameters, instead of
         ``reset_parameters``.
@@ -86,6 +89,7 @@ class Config:
     disk_budget: int | str | None = None
     update_on: str = "device"
     update_at: str = "step"
+    master: str | None = None
     example_inputs: Any = None
     init: Callable[[Any], None] | None = None
     checks: Checks = field(default_factory=Checks)
@@ -114,8 +118,8 @@ class Config:
             raise ConfigError(f'update_on={self.update_on!r} is not available yet; use update_on="device"')
         if self.update_at not in ("step", "backward"):
             raise ConfigError(f'update_at is {self.update_at!r}; expected "step" or "backward"')
-        if self.update_at != "step":
-            raise ConfigError('update_at="backward" is not available yet; use update_at="step"')
+        if self.master not in (None, "float32"):
+            raise ConfigError(f'master is {self.master!r}; expected "float32" or None')
         if self.example_inputs is not None and not isinstance(self.example_inputs, (tuple, list, dict)):
             raise TypeError(
                 f"example_inputs is a {type(self.example_inputs).__name__}; expected a tuple of positional "

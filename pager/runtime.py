@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -113,6 +114,8 @@ class Runtime:
         fits = bool(wanted) and not config.checks.page_all and bill.fits(wanted, page_size, arena_bytes)
         # A parameter that waits for load_state_dict() must be missed at its first use: only a paged one is.
         fits = fits and not waits_for_values(self.model, config.init)
+        # A master is ours to keep: plain torch would step the bf16 values.
+        fits = fits and config.master is None
         if fits:
             # All of it is as small as a tensor under a page is: ordinary, on the device, taken off the budget.
             small = Parameters(paged=[], small=[*parameters.paged, *parameters.small])
@@ -164,9 +167,16 @@ class Runtime:
     def _probe(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> ConfigError | None:
         """What states there will be, for the bill; or why these optimizers cannot be paged."""
         names = {id(param): name for name, param in parameters.paged}
-        self._states: bill.States = {}
+        self._states: dict[int, Sequence[torch.dtype]] = {}
         try:
-            self._states = check_optimizers(optimizers, names, self.device.torch_device)
+            master = self.config.master is not None
+            if master:
+                self._states = {
+                    id(param): bill.MASTER_STATES
+                    for _, param in (*parameters.paged, *parameters.small)
+                    if param.dtype == torch.bfloat16
+                }
+            self._states |= check_optimizers(optimizers, names, self.device.torch_device, master=master)
         except ConfigError as error:
             return error
         return None
@@ -366,6 +376,7 @@ class Runtime:
             retire=self.paged.retire,
             end_step=self._optimizer_stepped,
             torn=self.torn,
+            master=self.config.master is not None,
         )
         self.optimizers.append(adopted)
         self.planner.forget_plan()

@@ -52,6 +52,8 @@ class Mmu:
         # Set by the paged model: give a binding a segment of another dtype or layout; undo a refused move.
         self.renew: Callable[[Binding, torch.Tensor], None]
         self.undo_move: Callable[[], None]
+        # Whether parameters are the rounded values of masters: loading the same values again must not lose those.
+        self.keeps_masters = False
         self._held: list[torch.Tensor] = []
 
     def bind(self, binding: Binding) -> None:

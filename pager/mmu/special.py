@@ -142,6 +142,11 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{segment.name}: a managed model computes on {binding.phantom.device}; it cannot be moved to "
             f"{value.device}. Call model.pager.close() first, or pass device= to pager.manage()."
         )
+    if value.dtype != segment.dtype and binding.mmu.keeps_masters and segment.kind == "parameter":
+        raise ConfigError(
+            f"{segment.name}: a model managed with master={'float32'!r} keeps its dtypes; call model.pager.close() "
+            "before converting it"
+        )
     if value.dtype != segment.dtype or (value.stride() != segment.stride and not isinstance(value, Paged)):
         binding.mmu.renew(binding, value)
         return

@@ -288,6 +288,8 @@ def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
     segment = binding.segment
     engine = mmu.engine
     mmu.before_access([binding])
+    if mmu.keeps_masters and segment.kind == "parameter" and _holds(mmu, binding, source):
+        return
     mmu.unfix(binding)
     if engine.has_value(segment):
         engine.discard(segment)
@@ -295,3 +297,15 @@ def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
     binding.bump_version()
     if int(engine.table.home[segment.first_page]) == Home.DEVICE:
         engine.wire(segment)
+
+
+def _holds(mmu: Mmu, binding: Binding, source: torch.Tensor) -> bool:
+    """Whether the tensor has exactly these values already."""
+    if not has_value(mmu, binding):
+        return False
+    now = cpu_tensor(mmu, binding, alias=False)
+    return (
+        torch.equal(now.view(torch.uint8), source.cpu().contiguous().view(torch.uint8))
+        if (now.is_contiguous() and now.shape == source.shape and now.dtype == source.dtype)
+        else torch.equal(now, source.cpu())
+    )

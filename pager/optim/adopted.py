@@ -20,6 +20,7 @@ from pager.mmu.gradient import let_go
 from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor
 from pager.optim import state_dict
 from pager.optim.deferred import Deferred
+from pager.optim.masters import LOW, Masters
 from pager.optim.probe import Cut, ProbeResult, admit, probe_key
 from pager.optim.shadow import move_state
 from pager.optim.torn import Torn
@@ -61,6 +62,7 @@ class AdoptedOptimizer:
         retire: Callable[[Binding], None],
         end_step: Callable[[AdoptedOptimizer], None],
         torn: Torn,
+        master: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.mmu = mmu
@@ -73,6 +75,8 @@ class AdoptedOptimizer:
         # By the parameter's binding: its segment changes with its dtype or layout.
         self._states: dict[Binding, dict[str, Binding]] = {}
         self._is_adopted = False
+        self.masters = Masters(self, enabled=master)
+        mmu.keeps_masters |= master
         self._probed: dict[Any, ProbeResult] = {}
         self.update: Update | None = None
         self.deferred: Deferred | None = None
@@ -139,7 +143,7 @@ class AdoptedOptimizer:
                 )
                 for binding, result in found
                 if binding.tensor.requires_grad
-                for ordinal, dtype in enumerate(result.state_dtypes.values())
+                for ordinal, dtype in enumerate(self._kept_dtypes(binding, result).values())
             ]
         )
         return found
@@ -149,12 +153,21 @@ class AdoptedOptimizer:
         nothing.
         """
         if binding.tensor.requires_grad:
-            for key, dtype in result.state_dtypes.items():
+            for key, dtype in self._kept_dtypes(binding, result).items():
                 self.make_state(binding, key, dtype)
+
+    def _kept_dtypes(self, binding: Binding, result: ProbeResult) -> dict[str, torch.dtype]:
+        """The dtypes of all that is kept of a parameter: the class's states, and a master's low bits."""
+        low = {LOW: torch.int16} if self.masters.has(binding) else {}
+        return {**result.state_dtypes, **low}
+
+    def stepped_dtype(self, binding: Binding) -> torch.dtype:
+        """The dtype in which the class sees the parameter."""
+        return torch.float32 if self.masters.has(binding) else binding.segment.dtype
 
     def probed(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
         """How this optimizer may be cut with these group values. Raises ConfigError for coupled ones."""
-        dtype = binding.segment.dtype
+        dtype = self.stepped_dtype(binding)
         live = self.optimizer.state.get(binding.tensor, {}).items()
         others = [(k, str(v.dtype)) for k, v in live if type(v) is PagedTensor and v.dtype != dtype]
         key = (*probe_key(group, dtype), tuple(sorted(others)))
@@ -166,7 +179,7 @@ class AdoptedOptimizer:
     def _probe(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
         device = self.engine.device.torch_device
         try:
-            return admit(self.optimizer, group, binding.tensor, binding.segment.dtype, device)
+            return admit(self.optimizer, group, binding.tensor, self.stepped_dtype(binding), device)
         except ConfigError as error:
             if not self._is_adopted or error.__cause__ is None:
                 raise

@@ -64,6 +64,7 @@ class Deferred:
                     units[0].progress.show_scalars(self._update)
                     # For autograd the parameter has changed now: it must refuse a graph from before the step.
                     binding.bump_version()
+                    self._update.adopted.masters.written(binding)
                     binding.pending = self
             self._fetch_ahead()
 

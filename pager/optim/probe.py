@@ -25,6 +25,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from pager.errors import ConfigError
+from pager.optim.masters import stepped_dtype
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes
 
 # Sizes with tails, one large enough for several threads of an elementwise kernel (32768 elements each), all
@@ -143,7 +144,11 @@ def admit(
 
 
 def check_optimizers(
-    optimizers: Sequence[Optimizer], names: Mapping[int, str], device: torch.device
+    optimizers: Sequence[Optimizer],
+    names: Mapping[int, str],
+    device: torch.device,
+    *,
+    master: bool = False,
 ) -> dict[int, list[torch.dtype]]:
     """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be
     paged, by id. Returns the dtypes of the states that each of them will have.
@@ -165,10 +170,13 @@ def check_optimizers(
                         "disjoint parameters. Delete the old one first."
                     )
                 own.add(id(param))
-                key = probe_key(group, param.dtype)
+                dtype = stepped_dtype(param.dtype, master=master)
+                key = probe_key(group, dtype)
                 if key not in probed:
-                    probed[key] = admit(optimizer, group, param, param.dtype, device)
+                    probed[key] = admit(optimizer, group, param, dtype, device)
                 states[id(param)] = list(probed[key].state_dtypes.values())
+                if dtype != param.dtype:
+                    states[id(param)].append(torch.int16)
         taken |= own
     return states
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from pager.mmu import values
 from pager.mmu.parameter import PagedTensor
+from pager.optim.masters import LOW, MASTER
 
 if TYPE_CHECKING:
     from pager.optim.adopted import AdoptedOptimizer
@@ -62,7 +63,22 @@ def _shown(adopted: AdoptedOptimizer, state_dict: dict[str, Any]) -> dict[str, A
         else state
         for index, state in state_dict["state"].items()
     }
+    if adopted.masters.enabled:
+        _show_masters(adopted, shown)
     return shown
+
+
+def _show_masters(adopted: AdoptedOptimizer, shown: dict[str, Any]) -> None:
+    params = chain.from_iterable(group["params"] for group in adopted.optimizer.param_groups)
+    for index, param in enumerate(params):
+        state = shown["state"].get(index)
+        binding = adopted.binding_of(param)
+        if not isinstance(state, dict):
+            continue
+        if binding is not None and adopted.masters.has(binding):
+            state[MASTER] = adopted.masters.whole(binding)
+        elif binding is None and adopted.masters.has_small(param):
+            shown["state"][index] = {**state, MASTER: adopted.masters.small(param).cpu()}
 
 
 def _hidden(adopted: AdoptedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +90,9 @@ def _hidden(adopted: AdoptedOptimizer, state_dict: dict[str, Any]) -> dict[str, 
     for index, state in state_dict["state"].items():
         param = params.get(index)
         binding = adopted.binding_of(param) if isinstance(param, torch.Tensor) else None
+        if isinstance(state, dict) and isinstance(param, torch.Tensor) and adopted.masters.enabled:
+            # Torch would give it the parameter's dtype.
+            state = {key: _Hidden(value) if _keeps_dtype(value) else value for key, value in state.items()}
         if binding is None or not isinstance(state, dict):
             hidden["state"][index] = state
             continue
@@ -85,16 +104,40 @@ def _hidden(adopted: AdoptedOptimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def _take(adopted: AdoptedOptimizer) -> None:
+    if adopted.masters.enabled:
+        _take_small(adopted)
     for binding in adopted.bindings():
         state = adopted.optimizer.state.get(binding.tensor, {})
+        master = state.pop(MASTER, None) if adopted.masters.has(binding) else None
+        if isinstance(master, _Hidden):
+            adopted.masters.load(binding, master.tensor)
         for key, value in state.items():
             if isinstance(value, _Hidden):
                 # torch gives every state but "step" the dtype of a floating parameter.
-                dtype = (
-                    binding.segment.dtype if binding.segment.dtype.is_floating_point else value.tensor.dtype
-                )
+                stepped = adopted.stepped_dtype(binding)
+                dtype = stepped if stepped.is_floating_point else value.tensor.dtype
                 state[key] = adopted.page_state(binding, key, value.tensor, dtype)
         for key, old in adopted.paged_states(binding).items():
-            if key not in state:
+            if key not in state and key != LOW:
                 adopted.engine.discard(old.segment)
     adopted.torn.clear()
+
+
+def _keeps_dtype(value: Any) -> bool:
+    """Whether a state of a parameter with a master stays in fp32."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype == torch.float32
+
+
+def _take_small(adopted: AdoptedOptimizer) -> None:
+    """States and masters of ordinary parameters, in their own dtype."""
+    for group in adopted.optimizer.param_groups:
+        for param in group["params"]:
+            if adopted.binding_of(param) is not None:
+                continue
+            state = adopted.optimizer.state.get(param, {})
+            for key, value in list(state.items()):
+                if isinstance(value, _Hidden):
+                    state[key] = value.tensor.to(param.device, copy=True)
+            master = state.pop(MASTER, None)
+            if master is not None and adopted.masters.has_small(param):
+                adopted.masters.load_small(param, master)

@@ -16,6 +16,8 @@ import torch
 
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import strided_view
+from pager.optim.master import join, split
+from pager.optim.masters import LOW
 from pager.optim.schedule import note_accesses, unit_ranges
 from pager.page_table import Home
 
@@ -43,8 +45,9 @@ def can_stream(adopted: AdoptedOptimizer, binding: Binding, keys: Iterable[str])
     engine = adopted.engine
     states = adopted.paged_states(binding)
     live = adopted.optimizer.state.get(binding.tensor, {})
-    paged = {key for key, state in states.items() if live.get(key) is state.tensor}
-    if binding.gradient is None or not set(keys) == set(states) == paged:
+    paged = {key for key, state in states.items() if key == LOW or live.get(key) is state.tensor}
+    wanted = {*keys, LOW} if adopted.masters.has(binding) else set(keys)
+    if binding.gradient is None or not wanted == set(states) == paged:
         return False
     if not adopted.stages(binding):
         return False
@@ -145,15 +148,33 @@ class StreamedUnit:
                 else:
                     views[key], runs[key] = self._resident(engine, state, leases)
                     states[key] = views[key].clone()
-            copy = views[_OWN].clone().requires_grad_(True)
-            copy.grad = self._gradient(engine, binding, staged, leases)
+            gradient = self._gradient(engine, binding, staged, leases)
+            if self.progress.has_master:
+                low = states.pop(LOW)
+                copy = self._master(views[_OWN], low).requires_grad_(True)
+                copy.grad = gradient.float()
+            else:
+                copy = views[_OWN].clone().requires_grad_(True)
+                copy.grad = gradient
+            del gradient
             new = update.run_class(self.progress.group_index, [copy], [self.progress.state_of(states)])[0]
-            copy.grad = None
+            scratch, copy.grad = copy.grad, None
+            if self.progress.has_master:
+                # Rounded into a tensor of its own: nothing of the parameter is written before the commit.
+                weight = torch.empty_like(views[_OWN])
+                split(copy.detach(), weight, low, scratch)
+                copy, new[LOW] = weight, low
             with uninterrupted():
                 self._commit(update, staged, copy, new, views, runs)
         finally:
             leases.clear()
             views.clear()
+
+    def _master(self, own: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """The master of the slice, a tensor of its own."""
+        if not self.progress.low_is_valid:
+            return own.float()
+        return join(own, low, torch.empty_like(own, dtype=torch.float32))
 
     def _commit(
         self,

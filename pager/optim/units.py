@@ -14,6 +14,8 @@ import torch
 
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, strided_view
+from pager.optim.master import join, split
+from pager.optim.masters import LOW
 from pager.optim.schedule import Slice, note_accesses, unit_ranges
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Progress:
     """What the units of one parameter share.
 
     keys: those of its state, in the user's order.
+    has_master: the parameter is stepped in fp32; low_is_valid: its low bits are those of its present value.
     scalars: the values of its state that are not paged, as they were when the step began; each unit starts from them.
     new_scalars: what the step makes of them, where the user has to see that before the units have run.
     """
@@ -38,6 +41,8 @@ class Progress:
     num_units: int = 0
     done: set[int] = field(default_factory=set)
     state: dict[str, Any] | None = None
+    has_master: bool = False
+    low_is_valid: bool = False
     scalars: dict[str, Any] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     new_scalars: dict[str, Any] | None = None
@@ -46,8 +51,8 @@ class Progress:
         """Remember the state's values that are not paged."""
         paged = adopted.paged_states(self.binding)
         live = adopted.optimizer.state.get(self.binding.tensor, {})
-        self.keys = list(live)
-        self.scalars = _cloned({key: value for key, value in live.items() if key not in paged})
+        self.keys = [key for key in live if key != LOW]
+        self.scalars = _cloned({key: live[key] for key in self.keys if key not in paged})
 
     def state_of(self, paged: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """A state dict to be stepped: these tensors, and copies of what is not paged, in the user's order."""
@@ -56,7 +61,8 @@ class Progress:
     def stand_in(self, update: Update) -> tuple[torch.Tensor, dict[str, Any]]:
         """A parameter of one element with gradient and state, which the class steps as it would the whole."""
         device = update.adopted.engine.device.torch_device
-        param = torch.ones(1, dtype=self.binding.segment.dtype, device=device, requires_grad=True)
+        dtype = update.adopted.stepped_dtype(self.binding)
+        param = torch.ones(1, dtype=dtype, device=device, requires_grad=True)
         param.grad = torch.ones_like(param)
         paged = {
             key: torch.ones(1, dtype=state.segment.dtype, device=device)
@@ -77,6 +83,7 @@ class Progress:
         if len(self.done) == self.num_units and self.new_scalars is None:
             self.new_scalars = {key: value for key, value in new.items() if key in self.scalars}
             self.show_scalars(update)
+            update.adopted.masters.written(self.binding)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +99,11 @@ class SmallUnit:
         if self.staged is None:
             self.staged = self._compute(update)
         update.committed = True
+        masters = update.adopted.masters
         for param, result, state in self.staged:
             param.copy_(result)
+            if masters.has_small(param):
+                masters.keep_small(param, result.detach())
             if update.writes_gradients and param.grad is not None and result.grad is not None:
                 param.grad.copy_(result.grad)
             states = update.adopted.optimizer.state
@@ -106,8 +116,13 @@ class SmallUnit:
             params, copies = [], []
             for param, grad in [(param, grad) for index, param, grad in self.members if index == group_index]:
                 params.append(param)
-                copy = param.detach().clone().requires_grad_(True)
-                copy.grad = grad.clone() if update.writes_gradients else grad
+                masters = update.adopted.masters
+                if masters.has_small(param):
+                    copy = masters.small(param).requires_grad_(True)
+                    copy.grad = grad.float()
+                else:
+                    copy = param.detach().clone().requires_grad_(True)
+                    copy.grad = grad.clone() if update.writes_gradients else grad
                 copies.append(copy)
             states = [_cloned(update.adopted.optimizer.state.get(param, {})) for param in params]
             new_states = update.run_class(group_index, copies, states)
@@ -190,19 +205,46 @@ class PagedUnit:
     def _compute(self, update: Update, views: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Step copies of the views (parameter, gradient, paged states). The user's class sees nothing but copies."""
         binding = self.progress.binding
+        places = {key: place for place, key in enumerate(update.adopted.paged_states(binding), start=2)}
+        if self.progress.has_master:
+            return self._compute_master(update, views, places)
         copy = views[0].clone().requires_grad_(True)
         copy.grad = views[1].clone()
-        places = {key: place for place, key in enumerate(update.adopted.paged_states(binding), start=2)}
+        new_state = self._step(update, copy, views, places)
+        if not update.writes_gradients:
+            copy.grad = None
+        return copy, new_state
+
+    def _compute_master(
+        self, update: Update, views: list[torch.Tensor], places: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The same in fp32; the result is the rounded master, its low bits among the states."""
+        master = views[0].float()
+        if self.progress.low_is_valid:
+            weight, low = views[0].contiguous(), views[places[LOW]].contiguous()
+            master.copy_(join(weight, low, torch.empty_like(weight, dtype=torch.float32)))
+        master.requires_grad_(True)
+        master.grad = views[1].float()
+        new_state = self._step(update, master, views, places)
+        whole = master.detach().contiguous()
+        weight = torch.empty_like(whole, dtype=torch.bfloat16)
+        low = torch.empty_like(whole, dtype=torch.int16)
+        split(whole, weight, low)
+        if update.writes_gradients:
+            weight.grad = master.grad.to(torch.bfloat16)
+        return weight, {**new_state, LOW: low}
+
+    def _step(
+        self, update: Update, copy: torch.Tensor, views: list[torch.Tensor], places: dict[str, int]
+    ) -> dict[str, Any]:
+        binding = self.progress.binding
         state: dict[str, Any] = {}
         for key, value in update.adopted.optimizer.state.get(binding.tensor, {}).items():
             if key in places:
                 state[key] = views[places[key]].clone()
             else:
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        new_state = update.run_class(self.progress.group_index, [copy], [state])[0]
-        if not update.writes_gradients:
-            copy.grad = None
-        return copy, new_state
+        return update.run_class(self.progress.group_index, [copy], [state])[0]
 
     def _commit(
         self, update: Update, runs: list[Run], views: list[torch.Tensor], places: dict[str, int]
@@ -243,12 +285,14 @@ class PagedUnit:
                 if isinstance(value, torch.Tensor) and value.shape == result.shape and value.dim()
                 else value
                 for key, value in new_state.items()
+                if key != LOW
             }
         progress.done.add(self.piece.begin)
         if len(progress.done) == progress.num_units:
             states = update.adopted.optimizer.state
             if progress.state or progress.binding.tensor in states:
                 _commit_state(states[progress.binding.tensor], progress.state)
+            update.adopted.masters.written(progress.binding)
 
 
 def _commit_state(live: dict[str, Any], new: dict[str, Any]) -> None:

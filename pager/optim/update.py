@@ -113,7 +113,14 @@ class Update:
         probed = adopted.probed(group, binding)
         adopted.fit_states(binding, probed)
         pieces = cut(adopted, group, binding)
-        progress = Progress(binding, group_index, num_units=len(pieces))
+        masters = adopted.masters
+        progress = Progress(
+            binding,
+            group_index,
+            num_units=len(pieces),
+            has_master=masters.has(binding),
+            low_is_valid=masters.are_valid(binding),
+        )
         sliced = not any(piece.whole for piece in pieces)
         states = {state.segment.index for state in adopted.paged_states(binding).values()}
         if sliced and not self.writes_gradients and can_stream(adopted, binding, probed.state_dtypes):

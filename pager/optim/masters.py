@@ -1,0 +1,119 @@
+"""Which parameters have a fp32 master, and whether it is still theirs.
+
+With ``master="float32"`` the optimizer steps a bf16 parameter in fp32: its class sees the master, a fp32 gradient and
+fp32 states. The master of a paged parameter is the parameter itself and 16 low bits (`pager.optim.master`), which are
+paged like a state; that of a small one, which stays an ordinary tensor, is another ordinary tensor.
+
+A master belongs to the values that the last update wrote. Whoever writes to the parameter afterwards moves its
+version; the next update then begins from the value as it stands, in other words with low bits of zero. Writes that
+torch does not count (through ``.data``) keep the low bits, which are less than half a unit in the last place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pager.mmu import values
+from pager.optim.master import join, split
+
+if TYPE_CHECKING:
+    from pager.mmu.binding import Binding
+    from pager.optim.adopted import AdoptedOptimizer
+
+# The name under which a parameter's low bits stand among its paged states; no class makes one of this name.
+LOW = "pager.low_bits"
+# The name of the whole master in an optimizer's state dict.
+MASTER = "master"
+
+
+def stepped_dtype(dtype: torch.dtype, *, master: bool) -> torch.dtype:
+    """The dtype in which a parameter of ``dtype`` is stepped."""
+    return torch.float32 if master and dtype == torch.bfloat16 else dtype
+
+
+class Masters:
+    """The masters of one optimizer's parameters."""
+
+    def __init__(self, adopted: AdoptedOptimizer, *, enabled: bool) -> None:
+        self._adopted = adopted
+        self.enabled = enabled
+        # The version of each parameter at which its master was its own.
+        self._versions: dict[Binding, int] = {}
+        # By identity; of each small parameter its master, and the version at which it was that.
+        self._small: Any = WeakTensorKeyDictionary()
+
+    def has(self, binding: Binding) -> bool:
+        """Whether a paged parameter is stepped through a master."""
+        return self.enabled and binding.segment.dtype == torch.bfloat16
+
+    # -- paged -------------------------------------------------------------------------------------
+
+    def are_valid(self, binding: Binding) -> bool:
+        """Whether the low bits belong to the parameter's value."""
+        return self._versions.get(binding) == binding.version()
+
+    def written(self, binding: Binding) -> None:
+        """An update has written, or is about to be seen as having written, parameter and low bits."""
+        if self.enabled:
+            self._versions[binding] = binding.version()
+
+    def whole(self, binding: Binding) -> torch.Tensor:
+        """The master as a fp32 tensor on the CPU, in the parameter's layout."""
+        mmu = self._adopted.mmu
+        weight = values.cpu_tensor(mmu, binding, alias=False)
+        low = self._adopted.paged_states(binding).get(LOW)
+        master = weight.float()
+        if low is not None and self.are_valid(binding) and values.has_value(mmu, low):
+            flat = values.cpu_tensor(mmu, low, alias=False)
+            storages = [tensor.untyped_storage() for tensor in (weight, flat, master)]
+            count = binding.segment.num_elements
+            views = [
+                torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,))
+                for storage, tensor in zip(storages, (weight, flat, master), strict=True)
+            ]
+            join(views[0], views[1], views[2])
+        return master
+
+    def load(self, binding: Binding, master: torch.Tensor) -> None:
+        """Give a paged parameter this master (fp32, on the CPU): its value and its low bits."""
+        segment = binding.segment
+        master = torch.empty_strided(segment.size, segment.stride).copy_(master)
+        weight = torch.empty_strided(segment.size, segment.stride, dtype=torch.bfloat16)
+        low = torch.empty_strided(segment.size, segment.stride, dtype=torch.int16)
+        count = segment.num_elements
+        flat = [
+            torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), 0, (count,), (1,))
+            for tensor in (master, weight, low)
+        ]
+        split(flat[0], flat[1], flat[2])
+        mmu = self._adopted.mmu
+        values.store(mmu, binding, weight)
+        values.store(mmu, self._adopted.make_state(binding, LOW, torch.int16), low)
+        self.written(binding)
+
+    # -- small -------------------------------------------------------------------------------------
+
+    def has_small(self, param: torch.Tensor) -> bool:
+        """Whether an ordinary parameter is stepped through a master."""
+        return self.enabled and param.dtype == torch.bfloat16
+
+    def small(self, param: torch.Tensor) -> torch.Tensor:
+        """A copy of a small parameter's master, fp32, where the parameter is."""
+        known = self._small.get(param)
+        if known is not None and known[1] == param._version and known[0].device == param.device:
+            return known[0].clone()
+        return param.detach().float()
+
+    def keep_small(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        """An update has written ``master``, rounded, to the parameter."""
+        self._small[param] = (master, param._version)
+
+    def load_small(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        """Give a small parameter this master: its value is the master rounded."""
+        master = master.to(param.device, torch.float32)
+        with torch.no_grad():
+            param.copy_(master)
+        self.keep_small(param, master.clone())
