@@ -131,6 +131,22 @@ class Handle:
         self._runtime.config = self._runtime.boundary.config
 
     @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """With ``update_at="backward"``: a micro-batch that is not the last of its step. Its backward only adds to the
+        gradients; the backward after it, outside, updates. Does nothing with ``update_at="step"``.
+        """
+        self._runtime.check_open()
+        in_backward = self._runtime.in_backward
+        if in_backward is None or in_backward.accumulating:
+            yield
+            return
+        in_backward.accumulating = True
+        try:
+            yield
+        finally:
+            in_backward.accumulating = False
+
+    @contextlib.contextmanager
     def resident(self, module: nn.Module) -> Iterator[None]:
         """Keep ``module``'s parameters on the device, for code that bypasses Python dispatch (C++ extensions,
         raw pointers).

@@ -47,6 +47,7 @@ class Planner:
         # What estimated seconds are multiplied by, once a step was measured.
         self.is_measured = False
         self._scale = 1.0
+        self._num_gradients: dict[int, int] = {}
         self._first_use: dict[int, int] = {}
 
     def capture(
@@ -90,6 +91,9 @@ class Planner:
             write=found.rows["write"] | is_gradient,
             phase=found.rows["phase"],
         )
+        # Of one backward; a recording may have several.
+        columns = np.unique(segment[is_gradient], return_counts=True)
+        self._num_gradients = dict(zip(*(column.tolist() for column in columns), strict=True))
         self._set(trace)
         return self.trace
 
@@ -142,6 +146,10 @@ class Planner:
     def update_order(self, segment: int) -> int:
         """Where a parameter is first used in the step; those never seen come last, in their own order."""
         return self._first_use.get(segment, 1 << 40 | segment)
+
+    def num_gradients(self, segment: int) -> int:
+        """How often a gradient comes in one backward; 1 where nothing is known."""
+        return max(self._num_gradients.get(segment, 1), 1)
 
     def largest_tick(self) -> tuple[int, list[str]]:
         """The bytes that the hungriest operation must stream in at once, and the tensors it names."""

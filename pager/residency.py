@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pager.engine.engine import Engine
     from pager.mmu.binding import Binding
     from pager.mmu.mmu import Mmu
+    from pager.optim.adopted import AdoptedOptimizer
 
 logger = logging.getLogger("pager.residency")
 
@@ -41,15 +42,17 @@ MAX_SLOTS = 4
 class Residency:
     """Decides which parameters stay on the device, and lets go of them under pressure."""
 
-    def __init__(self, mmu: Mmu) -> None:
+    def __init__(self, mmu: Mmu, *, keeps_states: bool = False) -> None:
+        """``keeps_states``: gradients need no room, so what parameters leave goes to optimizer states."""
         self._mmu = mmu
+        self._keeps_states = keeps_states
         self._engine: Engine = mmu.engine
         self._chosen_for = (-1, -1)
         self._least_slot_bytes = 0
         self._no_slots_in = 0
         self._engine.give_up_kept = self.give_up
 
-    def choose(self, parameters: Iterable[Binding]) -> None:
+    def choose(self, parameters: Iterable[Binding], optimizers: Iterable[AdoptedOptimizer]) -> None:
         """Decide for the arena as it is now, and bring what is to stay. Does nothing while the arena is the same."""
         engine = self._engine
         capacity = engine.arena.capacity_bytes
@@ -71,6 +74,26 @@ class Residency:
         if keep:
             self._mmu.fix([binding for binding in parameters if self._can_be_fixed(binding)])
             logger.info("all parameters stay on the device, %s", format_bytes(pages * page_size))
+        left = room - engine.staging.num_bytes - pages * page_size
+        if self._keeps_states:
+            self._keep_states(parameters, list(optimizers), left if keep else 0)
+
+    def _keep_states(
+        self, parameters: list[Binding], optimizers: list[AdoptedOptimizer], room_bytes: int
+    ) -> None:
+        """States of those parameters first whose gradients come last: nothing is left to hide their copies behind."""
+        page_size = self._engine.arena.page_size
+        kept_bytes = 0
+        for binding in sorted(parameters, key=lambda binding: self._mmu.update_order(binding.segment.index)):
+            states = [state for known in optimizers for state in known.paged_states(binding).values()]
+            num_bytes = sum(state.segment.num_pages for state in states) * page_size
+            keep = kept_bytes + num_bytes <= room_bytes
+            kept_bytes += num_bytes if keep else 0
+            for state in states:
+                state.keep = keep
+                if not keep and state.fixed is not None:
+                    self._mmu.unfix(state)
+        logger.info("%s of optimizer state stay on the device", format_bytes(kept_bytes))
 
     def needs_slots(self, least_bytes: int) -> None:
         """An optimizer's updates stream through slots of at least ``least_bytes``."""

@@ -38,6 +38,7 @@ from pager.mmu.parameter import PagedParameter
 from pager.model_checks import Parameters, sort_parameters
 from pager.optim import stand_in
 from pager.optim.adopted import UNIT_BYTES, AdoptedOptimizer
+from pager.optim.backward import BackwardUpdates
 from pager.optim.probe import check_optimizers
 from pager.optim.schedule import expected_rows
 from pager.optim.torn import Torn
@@ -115,7 +116,7 @@ class Runtime:
         # A parameter that waits for load_state_dict() must be missed at its first use: only a paged one is.
         fits = fits and not waits_for_values(self.model, config.init)
         # A master is ours to keep: plain torch would step the bf16 values.
-        fits = fits and config.master is None
+        fits = fits and config.master is None and config.update_at == "step"
         if fits:
             # All of it is as small as a tensor under a page is: ordinary, on the device, taken off the budget.
             small = Parameters(paged=[], small=[*parameters.paged, *parameters.small])
@@ -147,7 +148,16 @@ class Runtime:
         self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient)
         self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
-        self.residency = Residency(self.mmu)
+        self.in_backward: BackwardUpdates | None = None
+        if config.update_at == "backward":
+            self.in_backward = BackwardUpdates(
+                self.mmu,
+                self.torn,
+                optimizers=lambda: [known for known in self.optimizers if known.alive],
+                num_gradients=self.planner.num_gradients,
+            )
+            self.mmu.gradients.in_backward = self.in_backward
+        self.residency = Residency(self.mmu, keeps_states=config.update_at == "backward")
         self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")
         self.boundary = StepBoundary(
             config,
@@ -344,7 +354,7 @@ class Runtime:
         for adopted in self.optimizers:
             if adopted.alive:
                 self.residency.needs_slots(max(map(adopted.slot_bytes, adopted.bindings()), default=0))
-        self.residency.choose(self.paged.bindings.values())
+        self.residency.choose(self.paged.bindings.values(), self.optimizers)
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -377,6 +387,7 @@ class Runtime:
             end_step=self._optimizer_stepped,
             torn=self.torn,
             master=self.config.master is not None,
+            in_backward=self.in_backward,
         )
         self.optimizers.append(adopted)
         self.planner.forget_plan()
@@ -406,6 +417,8 @@ class Runtime:
         self.mmu.end_step()
         self.boundary.cross()
         self._share_out()
+        if self.in_backward is not None:
+            self.in_backward.end_step()
         if self.fitting is not None:
             self.counters.sample_resident(self.fitting.num_bytes)
         self.config = self.boundary.config

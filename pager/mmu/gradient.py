@@ -10,7 +10,7 @@ addition.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from pager.mmu.mmu import Mmu
 
 
+class InBackward(Protocol):
+    """Who steps parameters inside backward."""
+
+    def take(self, binding: Binding, gradient: torch.Tensor) -> bool:
+        """Step the parameter with its final gradient. False if the gradient is to be kept."""
+
+
 class Gradients:
     """The gradients of one managed model's paged parameters."""
 
@@ -36,6 +43,8 @@ class Gradients:
         self._make = make
         # Counts changes of gradients, so that a repeated step() can be told from a new one.
         self.generation = 0
+        # Steps a parameter as soon as its gradient is final; None where gradients wait for ``step()``.
+        self.in_backward: InBackward | None = None
 
     def prepare(self, binding: Binding) -> None:
         """Give a parameter that requires a gradient its segment and its hook; idempotent."""
@@ -61,10 +70,16 @@ class Gradients:
             # backward(create_graph=True): the user goes on differentiating it; it is taken at the optimizer
             # step.
             return
-        self._add(binding, grad)
+        if self.in_backward is not None:
+            # Not to be left behind by an exception in there: half of the step would be in it.
+            binding.set_raw_grad(None)
+            if self.in_backward.take(binding, grad):
+                return
+        self.add(binding, grad)
         binding.set_raw_grad(None)
 
-    def _add(self, binding: Binding, grad: torch.Tensor) -> None:
+    def add(self, binding: Binding, grad: torch.Tensor) -> None:
+        """Add a gradient to the one in the segment, or begin it there."""
         slot = binding.gradient
         assert slot is not None
         self._mmu.before_access([binding])
@@ -98,7 +113,7 @@ class Gradients:
         raw = binding.raw_grad()
         if raw is not None and binding.gradient is not None:
             binding.set_raw_grad(None)
-            self._add(binding, raw.detach())
+            self.add(binding, raw.detach())
 
     def get(self, binding: Binding) -> torch.Tensor | None:
         """What ``p.grad`` answers: the paged gradient, None, or a gradient that is still part of a graph."""
@@ -132,7 +147,7 @@ class Gradients:
         if value.requires_grad:
             value = value.detach()
         self._let_go(slot)
-        self._add(binding, value)
+        self.add(binding, value)
 
     def _let_go(self, slot: Binding) -> None:
         """The gradient is given up. Whoever keeps the tensor, or views of it, keeps the old values, as in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,11 @@ from pager.mmu.binding import NoTorchFunction
 from pager.mmu.parameter import SPECIAL, Paged, access
 
 _SAVES_STATE = nn.Module._save_to_state_dict.__code__
+# These look whether there is a gradient, to drop it.
+_ZEROES_GRADIENTS = (
+    inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__,
+    inspect.unwrap(nn.Module.zero_grad).__code__,
+)
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 # torch's stubs do not know that class attributes are descriptors.
@@ -43,6 +49,14 @@ def _method(name: str) -> Any:
 def _get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient as a paged tensor, or None."""
     binding = args[0]._pager
+    if binding.mmu.gradients.in_backward is not None and binding.segment.kind == "parameter":
+        if sys._getframe(2).f_code not in _ZEROES_GRADIENTS:
+            raise ConfigError(
+                f"{binding.name}: .grad was asked for, but with update_at='backward' each gradient is used up as soon "
+                "as it is final. Clipping, GradScaler.unscale_ and whatever else needs gradients before the step "
+                "work with update_at='step'."
+            )
+        return None
     return binding.mmu.gradients.get(binding)
 
 

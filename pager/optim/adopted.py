@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pager.address_space import Segment
     from pager.engine.engine import Engine
     from pager.mmu.mmu import Mmu
+    from pager.optim.backward import BackwardUpdates
 
 logger = logging.getLogger("pager.optim")
 
@@ -63,6 +64,7 @@ class AdoptedOptimizer:
         end_step: Callable[[AdoptedOptimizer], None],
         torn: Torn,
         master: bool = False,
+        in_backward: BackwardUpdates | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.mmu = mmu
@@ -74,6 +76,7 @@ class AdoptedOptimizer:
         self.torn = torn
         # By the parameter's binding: its segment changes with its dtype or layout.
         self._states: dict[Binding, dict[str, Binding]] = {}
+        self._in_backward = in_backward
         self._is_adopted = False
         self.masters = Masters(self, enabled=master)
         mmu.keeps_masters |= master
@@ -310,6 +313,8 @@ class AdoptedOptimizer:
         again.
         """
         self.finish_deferred()
+        if self._in_backward is not None:
+            self._in_backward.begin_step(self)
         if self.update is not None and self.mmu.gradients.generation != self._gradients_seen:
             self.finish()
             self.update = None

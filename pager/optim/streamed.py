@@ -60,15 +60,32 @@ def can_stream(adopted: AdoptedOptimizer, binding: Binding, keys: Iterable[str])
 class StreamedUnit:
     """A slice of a paged parameter whose states pass through a staging slot."""
 
-    __slots__ = ("_is_noted", "_keys", "_stages_gradient", "piece", "progress")
+    __slots__ = (
+        "_brings_gradient",
+        "_gradient_tensor",
+        "_is_noted",
+        "_keys",
+        "_stages_gradient",
+        "piece",
+        "progress",
+    )
 
     def __init__(self, progress: Progress, piece: Slice) -> None:
         self.progress = progress
         self.piece = piece
         self._is_noted = False
+        # In backward: the gradient comes from autograd, so it is not fetched, and may never be in its segment.
+        self._brings_gradient = False
+        self._gradient_tensor: torch.Tensor | None = None
         # Decided when the unit is fetched: the states in its slot, and whether the gradient's slice is there too.
         self._keys: list[str] = []
         self._stages_gradient = False
+
+    def comes_with(self, gradient: torch.Tensor | None) -> None:
+        """The unit runs inside backward: with this whole gradient, or with what the segment has by then."""
+        self._is_noted = True
+        self._brings_gradient = True
+        self._gradient_tensor = gradient
 
     # -- ahead of the compute ----------------------------------------------------------------------
 
@@ -86,13 +103,16 @@ class StreamedUnit:
     def _choose(self, adopted: AdoptedOptimizer) -> list[tuple[Segment, int, int]]:
         engine = adopted.engine
         states = adopted.paged_states(self.progress.binding)
+        for state in states.values():
+            if state.keep and state.fixed is None:
+                state.mmu.fix([state])
         self._keys = [key for key, state in states.items() if _leaves_the_arena(engine, state)]
         ranges = [(states[key].segment, *self.piece.pages(states[key].segment)) for key in self._keys]
         slot = self.progress.binding.gradient
         assert slot is not None
         gradient = (slot.segment, *self.piece.pages(slot.segment))
         at_home = int(engine.table.home[slot.segment.first_page]) == Home.HOST
-        self._stages_gradient = at_home and not engine.runs_over(*gradient)
+        self._stages_gradient = at_home and not self._brings_gradient and not engine.runs_over(*gradient)
         ranges += [gradient] if self._stages_gradient else []
         if sum(num_pages for *_, num_pages in ranges) * slot.segment.page_size > engine.staging.slot_bytes:
             # Memory was short since the step was made, and the slots are gone, or smaller.
@@ -203,6 +223,10 @@ class StreamedUnit:
     def _gradient(
         self, engine: Engine, binding: Binding, staged: list[Run], leases: list[torch.Tensor]
     ) -> torch.Tensor:
+        if self._gradient_tensor is not None:
+            whole, self._gradient_tensor = self._gradient_tensor.detach(), None
+            begin, end, _ = self.piece
+            return whole.as_strided((end - begin,), (1,), int(whole.storage_offset()) + begin)
         if self._stages_gradient:
             return self._staged(engine, staged[-1])
         assert binding.gradient is not None

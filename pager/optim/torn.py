@@ -1,6 +1,7 @@
 """A model of which some parameters are a step ahead of the others.
 
-That happens in one way only: a user's optimizer class raises in the middle of a step, and again when the rest of the
+That happens in two ways. A backward that updates parameters as it goes (``update_at="backward"``) ends in an exception.
+Or a user's optimizer class raises in the middle of a step, and again when the rest of the
 step is tried once more. What is committed stays, the rest is given up. The values can be read and saved; training on
 from them is refused until values are loaded.
 """
@@ -16,6 +17,7 @@ class Torn:
     def __init__(self) -> None:
         # Text, not the exception: its traceback would keep the tensors of a step alive.
         self._what = ""
+        self.num_loads = 0
 
     def __bool__(self) -> bool:
         return bool(self._what)
@@ -27,6 +29,7 @@ class Torn:
     def clear(self) -> None:
         """Values were loaded."""
         self._what = ""
+        self.num_loads += 1
 
     def check(self) -> None:
         """Raise TornStateError if the model is torn."""

@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 class Update:
     """One step of one optimizer: the values it began with, and the units still to do."""
 
-    def __init__(self, adopted: AdoptedOptimizer) -> None:
+    def __init__(self, adopted: AdoptedOptimizer, *, collect: bool = True) -> None:
+        """``collect``: of all parameters that have a gradient; else whoever made this asks for units one by one."""
         optimizer = adopted.optimizer
         self.adopted = adopted
         # Not to be lost in mid-step, though its user may drop it.
@@ -72,7 +73,7 @@ class Update:
         self.writes_gradients = self.attributes.get("grad_scale") is not None
         adopted.page_existing_state()
         self._num_states = len(optimizer.state)
-        self.todo: deque[SmallUnit | PagedUnit | StreamedUnit] = deque(self._units())
+        self.todo: deque[SmallUnit | PagedUnit | StreamedUnit] = deque(self._units() if collect else ())
         # What waits until the parameters are used next; begun when everything else is done.
         self.later: Deferred | None = self._defer()
 
@@ -104,10 +105,11 @@ class Update:
             self.writes_gradients |= adopted.probed(self.groups[group_index], binding).writes_gradients
         units: list[SmallUnit | PagedUnit | StreamedUnit] = [small] if small.members else []
         for _, group_index, binding in sorted(paged, key=lambda item: item[0]):
-            units.extend(self._cut(group_index, binding))
+            units.extend(self.units_of(group_index, binding))
         return units
 
-    def _cut(self, group_index: int, binding: Binding) -> list[PagedUnit] | list[StreamedUnit]:
+    def units_of(self, group_index: int, binding: Binding) -> list[PagedUnit] | list[StreamedUnit]:
+        """The units of one parameter's update."""
         adopted = self.adopted
         group = self.groups[group_index]
         probed = adopted.probed(group, binding)

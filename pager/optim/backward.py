@@ -1,0 +1,245 @@
+"""Updates inside backward: each parameter is stepped as soon as its gradient is final.
+
+With ``update_at="backward"`` the user has said that nothing needs the whole gradient before the step. Then a gradient
+needs no home: it is stepped where autograd left it, and freed. States stream through staging in the order in which
+gradients come, some units ahead of the compute, also across the step (the first states of the next backward are on
+their way during its forward). Where they come too slowly the compute stream waits for them: back-pressure instead
+of storage.
+
+A gradient is final when it has come as often as the trace says (reentrant checkpointing delivers that of a tied
+parameter in parts). Micro-batches that are not the last run in ``accumulate()``: their gradients go to their segments
+as in the default mode, and the last one's is added there.
+
+``optimizer.step()`` then has left to do: small tensors, parameters whose gradient came under ``accumulate()`` only,
+hooks and counters. An exception inside a backward leaves some parameters a step ahead: the model is torn until values
+are loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from pager.errors import ConfigError
+from pager.graph.access_trace import Phase
+from pager.optim.deferred import isolated
+from pager.optim.streamed import StreamedUnit
+from pager.optim.update import Update
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pager.mmu.binding import Binding
+    from pager.mmu.mmu import Mmu
+    from pager.optim.adopted import AdoptedOptimizer
+    from pager.optim.torn import Torn
+    from pager.optim.units import PagedUnit
+
+# Units of the coming parameters that are made ahead, so that their states can be fetched.
+_UNITS_AHEAD = 8
+
+
+class BackwardUpdates:
+    """Steps the parameters of one managed model while gradients come. Called by autograd's threads."""
+
+    def __init__(
+        self,
+        mmu: Mmu,
+        torn: Torn,
+        *,
+        optimizers: Callable[[], Sequence[AdoptedOptimizer]],
+        num_gradients: Callable[[int], int],
+    ) -> None:
+        self._mmu = mmu
+        self._torn = torn
+        self._optimizers = optimizers
+        # How often a parameter's gradient comes in one backward, by its gradient's segment.
+        self._num_gradients = num_gradients
+        self.accumulating = False
+        self._lock = threading.RLock()
+        self._owners: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
+        self._known_optimizers: list[AdoptedOptimizer] = []
+        self._updates: dict[AdoptedOptimizer, Update] = {}
+        self._seen: dict[Binding, int] = {}
+        self._stepped: set[Binding] = set()
+        # The order in which gradients came in the last step, and the units made ahead for it.
+        self._order: list[Binding] = []
+        self._coming: list[Binding] = []
+        self._ahead: deque[StreamedUnit] = deque()
+        self._cutters: dict[AdoptedOptimizer, Update] = {}
+        self._open: set[int] = set()
+        self._loads_seen = torn.num_loads
+
+    # -- one gradient ------------------------------------------------------------------------------
+
+    def take(self, binding: Binding, gradient: torch.Tensor) -> bool:
+        """Step a parameter whose gradient autograd just finished. False if the gradient is to be kept instead."""
+        if self.accumulating:
+            return False
+        with self._lock:
+            owner = self._owner_of(binding)
+            if owner is None:
+                return False
+            if self._torn.num_loads != self._loads_seen:
+                self._forget()
+            self._torn.check()
+            self._enter_backward()
+            if binding in self._stepped:
+                self._torn.mark(f"{binding.name}: a second backward came before optimizer.step().")
+                raise ConfigError(
+                    f"{binding.name}: a gradient came after the parameter had been updated with an earlier one. With "
+                    'update_at="backward" run all micro-batches but the last in `with model.pager.accumulate():`, and '
+                    "call optimizer.step() after each backward that is not in it. (Where one backward delivers a "
+                    "gradient in parts, as reentrant checkpointing does, pass example_inputs.)"
+                )
+            seen = self._seen[binding] = self._seen.get(binding, 0) + 1
+            slot = binding.gradient
+            assert slot is not None
+            if seen < self._num_gradients(slot.segment.index):
+                return False
+            self._step(binding, *owner, gradient)
+            return True
+
+    def _step(
+        self, binding: Binding, adopted: AdoptedOptimizer, group_index: int, gradient: torch.Tensor
+    ) -> None:
+        slot = binding.gradient
+        assert slot is not None
+        self._mmu.before_access([binding])
+        update = self._updates.get(adopted)
+        if update is None:
+            update = self._updates[adopted] = Update(adopted, collect=False)
+        self._stepped.add(binding)
+        self._order.append(binding)
+        units: Sequence[PagedUnit | StreamedUnit] = update.units_of(group_index, binding)
+        direct = all(isinstance(unit, StreamedUnit) for unit in units) and _is_plain(gradient, binding)
+        kept = self._mmu.engine.has_value(slot.segment)
+        if kept or not direct:
+            self._mmu.gradients.add(binding, gradient)
+        else:
+            self._mmu.note([slot], Phase.GRADIENT, write=True)
+        units = self._take_over(binding, units)
+        with isolated(update):
+            for unit in units:
+                if isinstance(unit, StreamedUnit):
+                    unit.comes_with(gradient if direct and not kept else None)
+                unit.run(update)
+                self._fetch_ahead()
+        if kept or not direct:
+            self._mmu.engine.discard(slot.segment)
+
+    def _owner_of(self, binding: Binding) -> tuple[AdoptedOptimizer, int] | None:
+        """The optimizer that steps a parameter, and the parameter's group in it."""
+        optimizers = list(self._optimizers())
+        if optimizers != self._known_optimizers or binding not in self._owners:
+            self._known_optimizers = optimizers
+            self._owners = {
+                found: (adopted, index)
+                for adopted in optimizers
+                for index, group in enumerate(adopted.optimizer.param_groups)
+                for found in map(adopted.binding_of, group["params"])
+                if found is not None
+            }
+        return self._owners.get(binding)
+
+    def _cutter(self, adopted: AdoptedOptimizer) -> Update:
+        """What cuts parameters into units: the step's update, or one that serves for nothing else."""
+        update = self._updates.get(adopted) or self._cutters.get(adopted)
+        if update is None:
+            update = self._cutters[adopted] = Update(adopted, collect=False)
+        return update
+
+    # -- ahead of the gradients --------------------------------------------------------------------
+
+    def _take_over(
+        self, binding: Binding, units: Sequence[PagedUnit | StreamedUnit]
+    ) -> list[PagedUnit | StreamedUnit]:
+        """The units of ``binding``: those whose states are on their way already, where they were made ahead."""
+        ahead = [unit for unit in self._ahead if unit.progress.binding is binding]
+        if ahead:
+            self._ahead = deque(unit for unit in self._ahead if unit.progress.binding is not binding)
+        same = len(ahead) == len(units) and all(
+            isinstance(unit, StreamedUnit) and unit.piece == known.piece
+            for unit, known in zip(units, ahead, strict=True)
+        )
+        if not same:
+            for known in ahead:
+                self._mmu.engine.staging.give_back(known)
+            return list(units)
+        for known in ahead:
+            known.progress = units[0].progress
+        return list(ahead)
+
+    def _fetch_ahead(self) -> None:
+        staging = self._mmu.engine.staging
+        if not staging.has_free_slot:
+            return
+        while len(self._ahead) < _UNITS_AHEAD and self._coming:
+            binding = self._coming.pop(0)
+            owner = self._owner_of(binding)
+            if owner is None or binding in self._stepped:
+                continue
+            units = self._cutter(owner[0]).units_of(owner[1], binding)
+            for unit in units:
+                if isinstance(unit, StreamedUnit):
+                    unit.comes_with(None)
+                    self._ahead.append(unit)
+        for unit in self._ahead:
+            if not staging.holds(unit) and not unit.fetch(self._owners[unit.progress.binding][0]):
+                return
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def _enter_backward(self) -> None:
+        """A backward that ends well closes what it opened."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._open:
+            return
+        self._open.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._open.discard(task))
+
+    def check_whole(self) -> None:
+        """Raise TornStateError if a backward stopped half way."""
+        if self._open - {torch._C._current_graph_task_id()}:
+            self._torn.mark("An exception ended a backward in which parameters were updated.")
+            self._open.clear()
+        self._torn.check()
+
+    def begin_step(self, adopted: AdoptedOptimizer) -> None:
+        """``optimizer.step()``: what backward updated is done."""
+        self.check_whole()
+        for update in (self._updates.pop(adopted, None), self._cutters.pop(adopted, None)):
+            if update is not None:
+                update.end()
+
+    def end_step(self) -> None:
+        """All optimizers have stepped: the next backward begins anew, most likely in the same order."""
+        with self._lock:
+            # What came under accumulate() only was used up by step(); zero_grad() does not see it.
+            for binding in self._owners:
+                if binding not in self._stepped and binding.gradient is not None:
+                    self._mmu.gradients.set(binding, None)
+            self._seen.clear()
+            self._stepped.clear()
+            self._updates.clear()
+            self._coming, self._order = self._order or self._coming, []
+            for unit in self._ahead:
+                self._mmu.engine.staging.give_back(unit)
+            self._ahead.clear()
+            # The first states of the next backward are on their way while its forward runs.
+            self._fetch_ahead()
+
+    def _forget(self) -> None:
+        """Values were loaded: nothing of the step under way counts."""
+        self._loads_seen = self._torn.num_loads
+        self._open.clear()
+        self.end_step()
+
+
+def _is_plain(gradient: torch.Tensor, binding: Binding) -> bool:
+    """Whether a gradient can be stepped where it lies: the parameter's dtype and layout."""
+    segment = binding.segment
+    return gradient.dtype == segment.dtype and gradient.stride() == segment.stride
