@@ -23,7 +23,9 @@ class _Managed(System):
         if unknown:
             raise Refused(f"this version of pager has no knob {', '.join(unknown)}")
         self.model = make_model(job.sizes, seed=job.seed, device="meta")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **adamw_options())
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), fused=device.type != "cpu" or None, **adamw_options()
+        )
         paths = {id(module): path for path, module in self.model.named_modules()}
         example = torch.zeros(2, job.batch, job.seq, dtype=torch.long)
 
