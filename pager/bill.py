@@ -31,13 +31,13 @@ States = Mapping[int, Sequence[torch.dtype]]
 MASTER_STATES = (torch.float32, torch.float32, torch.int16)
 
 
-def training_state(parameters: Parameters, states: States) -> list[Wanted]:
-    """The tensors of the training state that will be paged."""
+def training_state(parameters: Parameters, states: States, *, gradients: bool = True) -> list[Wanted]:
+    """The tensors of the training state that will be paged; ``gradients``: they need a home."""
     wanted: list[Wanted] = []
     trainable = [(name, p) for name, p in parameters.paged if p.requires_grad]
     for name, param in parameters.paged:
         wanted.append(Wanted("parameter", name, _span_bytes(param)))
-    for name, param in trainable:
+    for name, param in trainable if gradients else ():
         wanted.append(Wanted("gradient", name, _span_bytes(param)))
     for name, param in trainable:
         wanted += [

@@ -265,8 +265,11 @@ class Homes:
         dtype: torch.dtype,
         home: Home | None = None,
         planned_as: str | None = None,
+        later: bool = False,
     ) -> Segment:
         """A segment with frames at its home: ``home``, or what was planned under ``planned_as`` (None: its name).
+
+        ``later``: it may never have a value, so it gets no frames before :meth:`settle`.
 
         Raises BudgetError, and makes nothing, when no tier has room for it.
         """
@@ -275,19 +278,29 @@ class Homes:
         if home is None:
             home = self._planned.get(key, Home.HOST)
         frame = -1
-        if home != Home.DEVICE:
-            try:
-                home, frame = self._below(home, num_pages)
-            except TierFull as error:
-                raise BudgetError(
-                    f"pager: no tier has room for {name}, {format_bytes(num_pages * self._page_size)} ({error}). "
-                    f"Raise host_budget{self._disk_remedy(self._disk is not None)}"
-                ) from error
+        if home != Home.DEVICE and not later:
+            home, frame = self._frames_for(name, home, num_pages)
         segment = self._space.add(name=name, kind=kind, size=size, stride=stride, dtype=dtype)
         self._table.grow(self._space.num_pages)
         self._table.settle(segment.first_page, segment.last_page, home, frame)
         self._planned[key] = home
         return segment
+
+    def settle(self, segment: Segment) -> None:
+        """Give a segment that was made for later its frames; does nothing where it has them. Raises BudgetError."""
+        home, frame, num_pages = self._frames_of(segment)
+        if home != Home.DEVICE and frame < 0:
+            home, frame = self._frames_for(segment.name, home, num_pages)
+            self._table.settle(segment.first_page, segment.last_page, home, frame)
+
+    def _frames_for(self, name: str, home: Home, num_pages: int) -> tuple[Home, int]:
+        try:
+            return self._below(home, num_pages)
+        except TierFull as error:
+            raise BudgetError(
+                f"pager: no tier has room for {name}, {format_bytes(num_pages * self._page_size)} ({error}). "
+                f"Raise host_budget{self._disk_remedy(self._disk is not None)}"
+            ) from error
 
     def _below(self, home: Home, num_pages: int) -> tuple[Home, int]:
         """Frames at ``home``, or on the disk where host memory has none left."""
@@ -336,6 +349,8 @@ class Homes:
                 self._free(home, frame, num_frames)
 
     def _free(self, home: Home, frame: int, num_frames: int) -> None:
+        if frame < 0:
+            return
         if home == Home.HOST:
             self._host.free(frame, num_frames)
             self._spare_frames += num_frames

@@ -51,6 +51,7 @@ class PagedModel:
         *,
         page_size: int,
         init: Callable[[nn.Module], None] | None,
+        gradients_need_homes: bool = True,
     ) -> None:
         self.model = model
         self.bindings: dict[str, Binding] = {}
@@ -66,6 +67,7 @@ class PagedModel:
         self._table = table
         self._page_size = page_size
         self._init = init
+        self._gradients_need_homes = gradients_need_homes
         self._device = mmu.engine.device.torch_device
         mmu.renew = self.renew
         mmu.undo_move = self.undo_move
@@ -89,7 +91,7 @@ class PagedModel:
             [
                 b.segment.num_bytes
                 for b in trainable
-                if self._homes.planned("gradient", b.name) in (None, Home.HOST)
+                if self._gradients_need_homes and self._homes.planned("gradient", b.name) in (None, Home.HOST)
             ]
         )
         for binding in trainable:
@@ -231,22 +233,35 @@ class PagedModel:
     def new_segment(self, **layout: Any) -> Segment:
         """A segment with frames at its home; see `Homes.new_segment`."""
         segment = self._homes.new_segment(**layout)
+        self._resize_checker()
+        return segment
+
+    def _resize_checker(self) -> None:
         checker = self._engine.device.checker
         if checker is not None:
             checker.resize("host", self._host.num_frames)
-        return segment
 
     def make_gradient(self, binding: Binding) -> Binding:
         """The binding of a parameter's gradient: same layout, no value yet."""
         own = binding.segment
         segment = self.new_segment(
-            name=own.name, kind="gradient", size=own.size, stride=own.stride, dtype=own.dtype
+            name=own.name,
+            kind="gradient",
+            size=own.size,
+            stride=own.stride,
+            dtype=own.dtype,
+            later=not self._gradients_need_homes,
         )
         tensor = torch.empty(0, dtype=own.dtype, device=self._device)
         gradient = Binding(self._mmu, segment, tensor, torch.Tensor)
         self._mmu.bind(gradient)
         page_tensor(gradient, PagedTensor)
         return gradient
+
+    def settle_gradient(self, gradient: Binding) -> None:
+        """Have a home for a gradient that is to be kept."""
+        self._homes.settle(gradient.segment)
+        self._resize_checker()
 
     # -- meta --------------------------------------------------------------------------------------
 

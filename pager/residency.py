@@ -30,10 +30,10 @@ logger = logging.getLogger("pager.residency")
 # Beside what stays, room for gradients on their way and for the tensors of one operation: so many of the largest
 # tensor, and a share of the arena.
 _FREE_TENSORS = 3
-_FREE_SHARE = 8
+_FREE_SHARE = 16
 # Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
-_RING_SHARE = 8
-_MAX_RING_BYTES = 3 * 2**29
+_RING_SHARE = 10
+_MAX_RING_BYTES = 2**30
 _MAX_SLOT_BYTES = 384 * 2**20
 # One arrives, one is computed, one leaves, one is free.
 MAX_SLOTS = 4

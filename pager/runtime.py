@@ -109,7 +109,7 @@ class Runtime:
         undo.callback(self.budget.close)
         self.space = AddressSpace(page_size)
         self.table = PageTable()
-        wanted = bill.training_state(parameters, self._states)
+        wanted = bill.training_state(parameters, self._states, gradients=config.update_at == "step")
         arena_bytes = self.budget.arena_bytes(None) // page_size * page_size
         self.fitting: FittingModel | None = None
         fits = bool(wanted) and not config.checks.page_all and bill.fits(wanted, page_size, arena_bytes)
@@ -143,9 +143,16 @@ class Runtime:
         self.engine = self._make_engine()
         self.mmu = Mmu(self.engine)
         self.paged = PagedModel(
-            self.model, self.mmu, self.homes, self.host, self.table, page_size=page_size, init=config.init
+            self.model,
+            self.mmu,
+            self.homes,
+            self.host,
+            self.table,
+            page_size=page_size,
+            init=config.init,
+            gradients_need_homes=config.update_at == "step",
         )
-        self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient)
+        self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient, self.paged.settle_gradient)
         self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
         self.in_backward: BackwardUpdates | None = None

@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pager.engine.run import Run
 from pager.page_table import Home
@@ -40,8 +40,14 @@ if TYPE_CHECKING:
     from pager.page_table import PageTable
     from pager.tiers.device_arena import DeviceArena
 
-# A range of pages of one segment: segment, first page, number of pages.
-Range = tuple["Segment", int, int]
+
+class Range(NamedTuple):
+    """Pages of one segment; ``is_new``: they have no value yet, so nothing is to be read."""
+
+    segment: Segment
+    first: int
+    num_pages: int
+    is_new: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -129,18 +135,19 @@ class Staging:
             if slot is None:
                 return False
             frame = slot.frame
-            for segment, first, num_pages in ranges:
-                run = Run(segment, first, num_pages, frame)
+            for wanted in ranges:
+                run = Run(wanted.segment, wanted.first, wanted.num_pages, frame)
                 run.fence = dict(slot.fence)
-                frame += num_pages
+                frame += wanted.num_pages
                 slot.runs.append(run)
             assert frame <= slot.frame + slot.num_frames, "a unit is larger than its slot"
             slot.holder = holder
             self._held[id(holder)] = slot
             done = False
             try:
-                for run in slot.runs:
-                    self._transfers.page_in(run)
+                for run, wanted in zip(slot.runs, ranges, strict=True):
+                    if not wanted.is_new:
+                        self._transfers.page_in(run)
                 done = True
             finally:
                 if not done:
@@ -162,8 +169,8 @@ class Staging:
             slot.taken = True
             stream = self._device.current_stream()
             for run in slot.runs:
-                assert run.ready is not None
-                stream.wait(run.ready, timed=True)
+                for event in run.fence.values() if run.ready is None else [run.ready]:
+                    stream.wait(event, timed=True)
                 run.users[stream.index] = stream
             return slot.runs
 

@@ -36,8 +36,12 @@ class InBackward(Protocol):
 class Gradients:
     """The gradients of one managed model's paged parameters."""
 
-    def __init__(self, mmu: Mmu, make: Callable[[Binding], Binding]) -> None:
+    def __init__(
+        self, mmu: Mmu, make: Callable[[Binding], Binding], settle: Callable[[Binding], None]
+    ) -> None:
         self._mmu = mmu
+        # Gives a gradient's segment its place at home, where it has none yet.
+        self._settle = settle
         # Makes the binding of a parameter's gradient: a segment of the same layout and a place at home for
         # it.
         self._make = make
@@ -83,6 +87,7 @@ class Gradients:
         slot = binding.gradient
         assert slot is not None
         self._mmu.before_access([binding])
+        self._settle(slot)
         self.generation += 1
         overwrite = not self._mmu.engine.has_value(slot.segment)
         if (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pager.engine.staging import Range
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import strided_view
 from pager.optim.master import join, split
@@ -24,7 +25,6 @@ from pager.page_table import Home
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pager.address_space import Segment
     from pager.engine.engine import Engine
     from pager.engine.run import Run
     from pager.mmu.binding import Binding
@@ -39,21 +39,21 @@ _OWN = ""
 
 
 def can_stream(adopted: AdoptedOptimizer, binding: Binding, keys: Iterable[str]) -> bool:
-    """Whether a parameter's sliceable update can go through staging: each state (``keys``) is there, and has a home
-    that staging works from.
+    """Whether a parameter's sliceable update can go through staging: its states (``keys``) are there, or none is yet,
+    and have homes that staging works from.
     """
     engine = adopted.engine
     states = adopted.paged_states(binding)
     live = adopted.optimizer.state.get(binding.tensor, {})
     paged = {key for key, state in states.items() if key == LOW or live.get(key) is state.tensor}
     wanted = {*keys, LOW} if adopted.masters.has(binding) else set(keys)
-    if binding.gradient is None or not wanted == set(states) == paged:
+    if binding.gradient is None or wanted != set(states) or (live and wanted != paged):
         return False
     if not adopted.stages(binding):
         return False
     homes = (int(engine.table.home[state.segment.first_page]) for state in states.values())
-    return all(home != Home.DISK for home in homes) and all(
-        engine.has_value(state.segment) for state in states.values()
+    return all(home != Home.DISK for home in homes) and (
+        not live or all(engine.has_value(state.segment) for state in states.values())
     )
 
 
@@ -100,21 +100,20 @@ class StreamedUnit:
         ranges = self._choose(adopted)
         return bool(ranges) and staging.fetch(self, ranges)
 
-    def _choose(self, adopted: AdoptedOptimizer) -> list[tuple[Segment, int, int]]:
+    def _choose(self, adopted: AdoptedOptimizer) -> list[Range]:
         engine = adopted.engine
         states = adopted.paged_states(self.progress.binding)
         for state in states.values():
-            if state.keep and state.fixed is None:
+            if state.keep and state.fixed is None and not self.progress.is_fresh:
                 state.mmu.fix([state])
         self._keys = [key for key, state in states.items() if _leaves_the_arena(engine, state)]
-        ranges = [(states[key].segment, *self.piece.pages(states[key].segment)) for key in self._keys]
         slot = self.progress.binding.gradient
         assert slot is not None
         gradient = (slot.segment, *self.piece.pages(slot.segment))
         at_home = int(engine.table.home[slot.segment.first_page]) == Home.HOST
         self._stages_gradient = at_home and not self._brings_gradient and not engine.runs_over(*gradient)
-        ranges += [gradient] if self._stages_gradient else []
-        if sum(num_pages for *_, num_pages in ranges) * slot.segment.page_size > engine.staging.slot_bytes:
+        ranges = self._ranges(adopted)
+        if sum(wanted.num_pages for wanted in ranges) * slot.segment.page_size > engine.staging.slot_bytes:
             # Memory was short since the step was made, and the slots are gone, or smaller.
             self._keys, self._stages_gradient = [], False
             return []
@@ -142,12 +141,16 @@ class StreamedUnit:
             self._is_noted = True
             note_accesses(adopted.engine, unit_ranges(adopted, self.progress.binding, self.piece))
 
-    def _ranges(self, adopted: AdoptedOptimizer) -> list[tuple[Segment, int, int]]:
+    def _ranges(self, adopted: AdoptedOptimizer) -> list[Range]:
+        """What the unit has in its slot: states, then the gradient."""
         states = adopted.paged_states(self.progress.binding)
-        ranges = [(states[key].segment, *self.piece.pages(states[key].segment)) for key in self._keys]
+        is_new = self.progress.is_fresh
+        ranges = [
+            Range(states[key].segment, *self.piece.pages(states[key].segment), is_new) for key in self._keys
+        ]
         slot = self.progress.binding.gradient
         if self._stages_gradient and slot is not None:
-            ranges.append((slot.segment, *self.piece.pages(slot.segment)))
+            ranges.append(Range(slot.segment, *self.piece.pages(slot.segment)))
         return ranges
 
     def _run(self, update: Update, staged: list[Run]) -> None:
@@ -168,6 +171,8 @@ class StreamedUnit:
                 else:
                     views[key], runs[key] = self._resident(engine, state, leases)
                     states[key] = views[key].clone()
+                if self.progress.is_fresh and key != LOW:
+                    del states[key]  # the class makes it
             gradient = self._gradient(engine, binding, staged, leases)
             if self.progress.has_master:
                 low = states.pop(LOW)
@@ -211,13 +216,22 @@ class StreamedUnit:
         views[_OWN].copy_(copy)
         if binding.pending is None:  # else it was counted when the step returned
             binding.bump_version()
+        written = []
         for key, view in views.items():
-            if key != _OWN and new[key] is not view:
+            if key == _OWN or key not in new:
+                continue
+            if new[key] is not view:
                 view.copy_(new[key])
+            if key in self._keys:
+                written.append(staged[self._keys.index(key)])
         for run in runs.values():
             engine.wrote(run)
         if staged:
-            engine.staging.write_back(self, staged[: len(self._keys)])
+            engine.staging.write_back(self, written)
+        if self.progress.is_fresh:
+            with engine.lock:
+                for run in written:
+                    engine.table.store_home(run.begin, run.end)
         self.progress.finish_one(update, self.piece, new)
 
     def _gradient(
@@ -245,8 +259,9 @@ class StreamedUnit:
         if lease is None or run is None:
             first, num_pages = (0, segment.num_pages) if whole else self.piece.pages(segment)
             with uninterrupted():
+                is_new = self.progress.is_fresh and segment.kind == "state"
                 run = engine.acquire_all(
-                    [(segment, first, num_pages, False)], f"the update of {self.progress.binding.name}"
+                    [(segment, first, num_pages, is_new)], f"the update of {self.progress.binding.name}"
                 )[0]
                 lease = engine.lease(run)
         else:

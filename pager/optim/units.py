@@ -31,6 +31,7 @@ class Progress:
     """What the units of one parameter share.
 
     keys: those of its state, in the user's order.
+    is_fresh: it has no state yet; the step makes it.
     has_master: the parameter is stepped in fp32; low_is_valid: its low bits are those of its present value.
     scalars: the values of its state that are not paged, as they were when the step began; each unit starts from them.
     new_scalars: what the step makes of them, where the user has to see that before the units have run.
@@ -41,6 +42,7 @@ class Progress:
     num_units: int = 0
     done: set[int] = field(default_factory=set)
     state: dict[str, Any] | None = None
+    is_fresh: bool = False
     has_master: bool = False
     low_is_valid: bool = False
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class Progress:
         """Remember the state's values that are not paged."""
         paged = adopted.paged_states(self.binding)
         live = adopted.optimizer.state.get(self.binding.tensor, {})
+        self.is_fresh = not live
         self.keys = [key for key in live if key != LOW]
         self.scalars = _cloned({key: live[key] for key in self.keys if key not in paged})
 
@@ -80,9 +83,18 @@ class Progress:
     def finish_one(self, update: Update, piece: Slice, new: dict[str, Any]) -> None:
         """A unit is done that left the state dict ``new``; with the last one the scalars become the new ones."""
         self.done.add(piece.begin)
-        if len(self.done) == self.num_units and self.new_scalars is None:
-            self.new_scalars = {key: value for key, value in new.items() if key in self.scalars}
-            self.show_scalars(update)
+        if self.new_scalars is not None:
+            return  # they were shown when the step returned
+        if self.state is None:
+            # All slices agree in what is not paged.
+            paged = update.adopted.paged_states(self.binding)
+            self.state = {
+                key: paged[key].tensor if key in paged else value for key, value in new.items() if key != LOW
+            }
+        if len(self.done) == self.num_units:
+            states = update.adopted.optimizer.state
+            if self.state or self.binding.tensor in states:
+                _commit_state(states[self.binding.tensor], self.state)
             update.adopted.masters.written(self.binding)
 
 

@@ -80,10 +80,13 @@ class Update:
     def _defer(self) -> Deferred | None:
         if self.writes_gradients or not may_wait(self.optimizer_class):
             return None
-        waiting = [unit for unit in self.todo if isinstance(unit, StreamedUnit)]
+        waiting = [
+            unit for unit in self.todo if isinstance(unit, StreamedUnit) and not unit.progress.is_fresh
+        ]
         if not waiting:
             return None
-        self.todo = deque(unit for unit in self.todo if not isinstance(unit, StreamedUnit))
+        left = set(map(id, waiting))
+        self.todo = deque(unit for unit in self.todo if id(unit) not in left)
         return Deferred(self, waiting)
 
     def _units(self) -> list[SmallUnit | PagedUnit | StreamedUnit]:

@@ -191,7 +191,7 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "engine/leases.py:Leases._note_write:mark_dirty": write_in_place,
     "engine/leases.py:Leases.mark_dirty:mark_dirty": write_in_place,
     "engine/leases.py:Leases.wrote:mark_dirty": train_streaming,
-    "mmu/gradient.py:Gradients._add:bump_version": accumulate_a_gradient_at_home,
+    "mmu/gradient.py:Gradients.add:bump_version": accumulate_a_gradient_at_home,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,
     "mmu/mmu.py:_count_writes:bump_version": unscale_a_gradient,
     "optim/units.py:PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
