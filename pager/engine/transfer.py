@@ -20,6 +20,8 @@ from pager.device.base import Region
 from pager.page_table import Home
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pager.address_space import Segment
     from pager.device.base import Device, Event
     from pager.engine.run import Run
@@ -197,6 +199,47 @@ class Transfers:
         home_frame = int(self._table.home_frame[segment.first_page])
         self._device.host_touch(Region("host", home_frame, home_frame + segment.num_pages), write=write)
         return self._host.view(home_frame, segment.num_bytes)
+
+    def home_view(self, segment: Segment) -> torch.Tensor:
+        """The segment's home in host memory as uint8, without waiting for anything: see :meth:`home_bytes`."""
+        return self._host.view(int(self._table.home_frame[segment.first_page]), segment.num_bytes)
+
+    def send_home(self, segment: Segment, source: torch.Tensor) -> Event:
+        """Enqueue the copy of ``source``, a dense tensor on the device that is no frame of ours, into the segment's
+        home in host memory, behind what is on the current stream. The event after which it is there; ``source`` must
+        live until then.
+        """
+        d2h = self._device.d2h
+        d2h.wait(self._device.current_stream().record())
+        read = self._home_read.get(segment.index)
+        if read is not None:
+            d2h.wait(read)
+        raw = torch.empty(0, dtype=torch.uint8, device=source.device)
+        offset = int(source.storage_offset()) * source.element_size()
+        raw.set_(source.untyped_storage(), offset, (segment.num_bytes,), (1,))
+        home_frame = int(self._table.home_frame[segment.first_page])
+        d2h.copy(
+            self.home_view(segment), raw, reads=None, writes=self._host_region(home_frame, segment.num_bytes)
+        )
+        self._counters.add(page_out_bytes=segment.num_bytes)
+        event = self._home_written[segment.index] = d2h.record()
+        return event
+
+    def send_to_device(self, run: Run, *, after: Sequence[Event]) -> Event:
+        """Enqueue the copy of a home that the host has written into a run on the device, behind ``after``; the event
+        after which the run may be used.
+        """
+        h2d = self._device.h2d
+        for event in after:
+            h2d.wait(event)
+        home, home_frame = self._home(run)
+        assert home == Home.HOST
+        reads = self._host_region(home_frame, run.num_bytes)
+        target = self._arena.bytes_of(run.frame, run.num_bytes)
+        h2d.copy(target, self._host.view(home_frame, run.num_bytes), reads=reads, writes=run.region)
+        self._counters.add(page_in_bytes=run.num_bytes)
+        event = self._home_read[run.segment.index] = h2d.record()
+        return event
 
     def read_disk_home(self, segment: Segment) -> torch.Tensor:
         """A copy of a segment whose home is the disk, uint8 on the CPU. Raises TierIOError."""

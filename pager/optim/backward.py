@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pager.mmu.binding import Binding
     from pager.mmu.mmu import Mmu
     from pager.optim.adopted import AdoptedOptimizer
+    from pager.optim.on_cpu import CpuUpdates
     from pager.optim.torn import Torn
     from pager.optim.units import PagedUnit
 
@@ -52,6 +53,7 @@ class BackwardUpdates:
         *,
         optimizers: Callable[[], Sequence[AdoptedOptimizer]],
         num_gradients: Callable[[int], int],
+        on_cpu: CpuUpdates | None = None,
     ) -> None:
         self._mmu = mmu
         self._torn = torn
@@ -59,6 +61,7 @@ class BackwardUpdates:
         # How often a parameter's gradient comes in one backward, by its gradient's segment.
         self._num_gradients = num_gradients
         self.accumulating = False
+        self.on_cpu = on_cpu
         self._lock = threading.RLock()
         self._owners: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
         self._known_optimizers: list[AdoptedOptimizer] = []
@@ -67,6 +70,7 @@ class BackwardUpdates:
         self._stepped: set[Binding] = set()
         # The order in which gradients came in the last step, and the units made ahead for it.
         self._order: list[Binding] = []
+        self._last_order: list[Binding] = []
         self._coming: list[Binding] = []
         self._ahead: deque[StreamedUnit] = deque()
         self._cutters: dict[AdoptedOptimizer, Update] = {}
@@ -114,9 +118,14 @@ class BackwardUpdates:
             update = self._updates[adopted] = Update(adopted, collect=False)
         self._stepped.add(binding)
         self._order.append(binding)
-        units: Sequence[PagedUnit | StreamedUnit] = update.units_of(group_index, binding)
-        direct = all(isinstance(unit, StreamedUnit) for unit in units) and _is_plain(gradient, binding)
         kept = self._mmu.engine.has_value(slot.segment)
+        is_plain = _is_plain(gradient, binding)
+        on_cpu = self.on_cpu if is_plain and not kept else None
+        if on_cpu is not None and on_cpu.take(adopted, group_index, binding, gradient):
+            self._mmu.note([slot], Phase.GRADIENT, write=True)
+            return
+        units: Sequence[PagedUnit | StreamedUnit] = update.units_of(group_index, binding)
+        direct = all(isinstance(unit, StreamedUnit) for unit in units) and is_plain
         if kept or not direct:
             self._mmu.gradients.add(binding, gradient)
         else:
@@ -124,6 +133,7 @@ class BackwardUpdates:
         units = self._take_over(binding, units)
         with isolated(update):
             for unit in units:
+                unit.is_noted = True  # the trace has updates after the backward, not in it
                 if isinstance(unit, StreamedUnit):
                     unit.comes_with(gradient if direct and not kept else None)
                 unit.run(update)
@@ -182,6 +192,8 @@ class BackwardUpdates:
             owner = self._owner_of(binding)
             if owner is None or binding in self._stepped:
                 continue
+            if self.on_cpu is not None and binding in self.on_cpu.assigned:
+                continue
             units = self._cutter(owner[0]).units_of(owner[1], binding)
             for unit in units:
                 if isinstance(unit, StreamedUnit):
@@ -225,7 +237,13 @@ class BackwardUpdates:
             self._seen.clear()
             self._stepped.clear()
             self._updates.clear()
-            self._coming, self._order = self._order or self._coming, []
+            self._last_order, self._order = self._order or self._last_order, []
+            self._coming = list(self._last_order)
+            if self.on_cpu is not None:
+                known = [
+                    (binding, *self._owners[binding]) for binding in self._coming if binding in self._owners
+                ]
+                self.on_cpu.assign(known)
             for unit in self._ahead:
                 self._mmu.engine.staging.give_back(unit)
             self._ahead.clear()

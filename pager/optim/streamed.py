@@ -63,9 +63,9 @@ class StreamedUnit:
     __slots__ = (
         "_brings_gradient",
         "_gradient_tensor",
-        "_is_noted",
         "_keys",
         "_stages_gradient",
+        "is_noted",
         "piece",
         "progress",
     )
@@ -73,7 +73,7 @@ class StreamedUnit:
     def __init__(self, progress: Progress, piece: Slice) -> None:
         self.progress = progress
         self.piece = piece
-        self._is_noted = False
+        self.is_noted = False
         # In backward: the gradient comes from autograd, so it is not fetched, and may never be in its segment.
         self._brings_gradient = False
         self._gradient_tensor: torch.Tensor | None = None
@@ -83,7 +83,6 @@ class StreamedUnit:
 
     def comes_with(self, gradient: torch.Tensor | None) -> None:
         """The unit runs inside backward: with this whole gradient, or with what the segment has by then."""
-        self._is_noted = True
         self._brings_gradient = True
         self._gradient_tensor = gradient
 
@@ -137,8 +136,8 @@ class StreamedUnit:
 
     def note(self, adopted: AdoptedOptimizer) -> None:
         """Tell the timeline of the unit's accesses: once, when the step is made, however late it runs."""
-        if not self._is_noted:
-            self._is_noted = True
+        if not self.is_noted:
+            self.is_noted = True
             note_accesses(adopted.engine, unit_ranges(adopted, self.progress.binding, self.piece))
 
     def _ranges(self, adopted: AdoptedOptimizer) -> list[Range]:

@@ -163,11 +163,12 @@ def _commit_small_state(live: dict[str, Any], new: dict[str, Any]) -> None:
 class PagedUnit:
     """A slice of a paged parameter, in the order of its storage; or all of it, in its shape."""
 
-    __slots__ = ("piece", "progress", "staged")
+    __slots__ = ("is_noted", "piece", "progress", "staged")
 
     def __init__(self, progress: Progress, piece: Slice) -> None:
         self.progress = progress
         self.piece = piece
+        self.is_noted = False  # whether the timeline knows of the unit's accesses
         self.staged: tuple[torch.Tensor, dict[str, Any]] | None = None  # the stepped copy, its state
 
     def run(self, update: Update) -> None:
@@ -180,7 +181,8 @@ class PagedUnit:
             (segment, first, num_pages, place >= 2 and self._is_new(engine, segment, first, num_pages))
             for place, (segment, first, num_pages) in enumerate(ranges)
         ]
-        note_accesses(engine, ranges)
+        if not self.is_noted:
+            note_accesses(engine, ranges)
         with uninterrupted():
             runs = engine.acquire_all(wanted, f"the update of {binding.name}")
             leases = [engine.lease(run) for run in runs]
