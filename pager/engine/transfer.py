@@ -20,8 +20,6 @@ from pager.device.base import Region
 from pager.page_table import Home
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pager.address_space import Segment
     from pager.device.base import Device, Event
     from pager.engine.run import Run
@@ -225,13 +223,11 @@ class Transfers:
         event = self._home_written[segment.index] = d2h.record()
         return event
 
-    def send_to_device(self, run: Run, *, after: Sequence[Event]) -> Event:
-        """Enqueue the copy of a home that the host has written into a run on the device, behind ``after``; the event
-        after which the run may be used.
+    def send_to_device(self, run: Run) -> Event:
+        """Enqueue the copy of a home that the host has written into a run on the device; the event after which the run
+        may be used. The host has waited for its last use.
         """
         h2d = self._device.h2d
-        for event in after:
-            h2d.wait(event)
         home, home_frame = self._home(run)
         assert home == Home.HOST
         reads = self._host_region(home_frame, run.num_bytes)

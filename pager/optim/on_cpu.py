@@ -10,7 +10,7 @@ One parameter's update, in order
 1. take      (autograd's thread) the gradient's copy home is enqueued behind the work that made it
 2. wait      (a pool thread) for that copy
 3. step      (all pool threads) one pass over the homes
-4. send      (a pool thread) the new parameter goes to the device, behind the last use of the old one
+4. send      (a pool thread) the new parameter goes to the device; 2 came after the last use of the old one
 5. use       (the next forward) whoever touches the parameter waits for 4 to be enqueued, and its stream for the copy
 
 The arithmetic is torch's, but not its vector code: see the tolerance in `pager.optim.adamw_cpu`.
@@ -150,13 +150,12 @@ class CpuUpdates:
         values = self._values(adopted, group_index, binding)
         low_is_valid = adopted.masters.are_valid(binding)
         assert binding.gradient is not None
-        arrived = engine.transfers.send_home(binding.gradient.segment, gradient)
+        engine.transfers.send_home(binding.gradient.segment, gradient)
         with engine.lock:
-            last_uses = [stream.record() for stream in run.users.values()]
             binding.bump_version()
             run.version = binding.version()
         adopted.masters.written(binding)
-        job = _Job(self, binding, run, states, gradient, arrived, last_uses, low_is_valid=low_is_valid)
+        job = _Job(self, binding, run, states, gradient, low_is_valid=low_is_valid)
         binding.pending = job
         job.start(self._threads(), values)
         return True
@@ -218,8 +217,6 @@ class _Job:
         run: Run,
         states: dict[str, Binding],
         gradient: torch.Tensor,
-        arrived: Any,
-        last_uses: list[Any],
         *,
         low_is_valid: bool,
     ) -> None:
@@ -230,8 +227,6 @@ class _Job:
         self._states = states
         # Alive until the copy out of it is over.
         self._gradient: torch.Tensor | None = gradient
-        self._arrived = arrived
-        self._last_uses = last_uses
         self._low_is_valid = low_is_valid
         self._began = 0.0
         self._handle: UpdateHandle | None = None
@@ -261,12 +256,11 @@ class _Job:
         return self._engine.transfers.home_view(segment).view(segment.dtype)[: segment.num_elements]
 
     def _wait(self) -> None:
-        self._arrived.synchronize()
-        self._gradient = None
         transfers = self._engine.transfers
         gradient = self._binding.gradient
         assert gradient is not None
         transfers.home_bytes(gradient.segment, write=False)
+        self._gradient = None
         for binding in (self._binding, *self._states.values()):
             transfers.home_bytes(binding.segment, write=True)
         if LOW in self._states and not self._low_is_valid:
@@ -279,7 +273,7 @@ class _Job:
             return
         self._owner.count(self._began, self._binding.segment.num_elements)
         engine = self._engine
-        ready = engine.transfers.send_to_device(self._run, after=self._last_uses)
+        ready = engine.transfers.send_to_device(self._run)
         with engine.lock:
             self._run.ready = ready
             self._run.waited.clear()

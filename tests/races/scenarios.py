@@ -342,3 +342,64 @@ def train_through_staging(skip: Skip, folder: Path) -> None:
         if managed:
             handle_of(model).close()
     check_tensors(results[0], results[1], "training")
+
+
+def train_on_the_cpu(skip: Skip, folder: Path) -> None:
+    """Parameters that stay are updated in host memory, inside backward, and sent back."""
+    results = []
+    for managed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if managed:
+            checks = Checks(streams="late", happens_before=True, poison=True, daemon="inline", skip_wait=skip)
+            knobs: dict[str, Any] = {"device": "cpu", "page_size": "16KiB", "device_budget": "600KiB"}
+            pager.manage(model, optimizer, checks=checks, update_at="backward", update_on="cpu", **knobs)
+        x = torch.linspace(-1, 1, 96).repeat(2, 1)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x * (step + 1)).square().sum().backward()
+            optimizer.step()
+        results.append([param.detach().clone() for param in model.parameters()])
+        if managed:
+            in_backward = handle_of(model)._runtime.in_backward
+            if in_backward is None or in_backward.on_cpu is None or not in_backward.on_cpu.assigned:
+                raise WrongBytes("nothing was updated on the CPU")
+            handle_of(model).close()
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
+            raise WrongBytes(f"training: tensor {index} differs")
+
+
+def send_home_what_is_being_made(skip: Skip, folder: Path) -> None:
+    """A gradient must not be copied before the compute has made it.
+
+    Compute on the CPU is over when it is enqueued, and the gradient is no frame of ours: so the wait itself is looked for.
+    """
+    waits: list[tuple[Any, Any]] = []
+
+    def spy(stream: Any, event: Any) -> bool:
+        left_out = skip(stream, event)
+        if stream is not None and not left_out:
+            waits.append((stream.name, event.stream.name))
+        return left_out
+
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=spy)
+    gradient = torch.from_numpy(~values[0])
+    rig.transfers.send_home(rig.segments[0], gradient)
+    home = rig.transfers.home_bytes(rig.segments[0], write=False)
+    assert home is not None
+    check_bytes(home.numpy().copy(), ~values[0], "sent home")
+    rig.close()
+    if ("d2h", "compute") not in waits:
+        raise WrongBytes("the copy home does not wait for the compute")
+
+
+def send_home_over_a_page_in(skip: Skip, folder: Path) -> None:
+    """A gradient must not overwrite a home that a page in still reads."""
+    rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip)
+    assert rig.prefetch(0)
+    gradient = torch.from_numpy(~values[0])
+    rig.transfers.send_home(rig.segments[0], gradient)
+    check_bytes(rig.read(0), values[0], "paged in before")
+    rig.close()

@@ -168,12 +168,19 @@ def step_of_ones_own_between_forward_and_backward() -> None:
     step_under_a_graph(OnesOwn)
 
 
-def step_under_a_graph(optimizer_class: type[torch.optim.AdamW]) -> None:
+def step_on_the_cpu_between_forward_and_backward() -> None:
+    """The same where the CPU updates inside backward."""
+    step_under_a_graph(torch.optim.AdamW, update_at="backward", update_on="cpu")
+
+
+def step_under_a_graph(optimizer_class: type[torch.optim.AdamW], **knobs: Any) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96, bias=False) for _ in range(4)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96, bias=False) for _ in range(6)))
     optimizer = optimizer_class(model.parameters())
     checks = Checks(streams="late", happens_before=True, poison=True, daemon="inline")
-    pager.manage(model, optimizer, device="cpu", page_size="16KiB", device_budget="600KiB", checks=checks)
+    pager.manage(
+        model, optimizer, device="cpu", page_size="16KiB", device_budget="600KiB", checks=checks, **knobs
+    )
     x = torch.ones(1, 96, requires_grad=True)
     for _ in range(2):  # the first step makes the states
         optimizer.zero_grad()
@@ -197,6 +204,7 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "optim/units.py:PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
     "optim/units.py:PagedUnit._commit:mark_dirty#2": train,
     "optim/units.py:PagedUnit._commit:bump_version": train,
+    "optim/on_cpu.py:CpuUpdates.take:bump_version": step_on_the_cpu_between_forward_and_backward,
     "optim/deferred.py:Deferred.begin:bump_version": step_between_forward_and_backward,
     "optim/streamed.py:StreamedUnit._commit:bump_version": step_of_ones_own_between_forward_and_backward,
 }

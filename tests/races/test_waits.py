@@ -23,6 +23,8 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("engine/faults.py:Faults._begin_use:wait", None, scenarios.train_over_host),
     ("engine/staging.py:Staging.take:wait", None, scenarios.train_through_staging),
     ("engine/staging.py:Staging._free:wait", None, scenarios.train_through_staging),
+    ("engine/transfer.py:Transfers.send_home:wait#1", None, scenarios.send_home_what_is_being_made),
+    ("engine/transfer.py:Transfers.send_home:wait#2", None, scenarios.send_home_over_a_page_in),
     ("engine/reclaim.py:Reclaimer.write_back:wait", None, scenarios.write_through_a_view_after_a_write_back),
     ("engine/transfer.py:Transfers.page_in:wait#1", None, scenarios.page_in_over_a_page_out),
     ("engine/transfer.py:Transfers.page_in:wait#1", None, scenarios.train_over_host),
