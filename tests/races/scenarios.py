@@ -374,7 +374,8 @@ def train_on_the_cpu(skip: Skip, folder: Path) -> None:
 def send_home_what_is_being_made(skip: Skip, folder: Path) -> None:
     """A gradient must not be copied before the compute has made it.
 
-    Compute on the CPU is over when it is enqueued, and the gradient is no frame of ours: so the wait itself is looked for.
+    Compute on the CPU is over when it is enqueued, and the gradient is no frame of ours: so the wait itself is
+    looked for.
     """
     waits: list[tuple[Any, Any]] = []
 

@@ -170,16 +170,20 @@ def step_of_ones_own_between_forward_and_backward() -> None:
 
 def step_on_the_cpu_between_forward_and_backward() -> None:
     """The same where the CPU updates inside backward."""
-    step_under_a_graph(torch.optim.AdamW, update_at="backward", update_on="cpu")
+    step_under_a_graph(
+        torch.optim.AdamW, num_layers=1, budget="260KiB", update_at="backward", update_on="cpu"
+    )
 
 
-def step_under_a_graph(optimizer_class: type[torch.optim.AdamW], **knobs: Any) -> None:
+def step_under_a_graph(
+    optimizer_class: type[torch.optim.AdamW], *, num_layers: int = 4, budget: str = "600KiB", **knobs: Any
+) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96, bias=False) for _ in range(6)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(96, 96, bias=False) for _ in range(num_layers)))
     optimizer = optimizer_class(model.parameters())
     checks = Checks(streams="late", happens_before=True, poison=True, daemon="inline")
     pager.manage(
-        model, optimizer, device="cpu", page_size="16KiB", device_budget="600KiB", checks=checks, **knobs
+        model, optimizer, device="cpu", page_size="16KiB", device_budget=budget, checks=checks, **knobs
     )
     x = torch.ones(1, 96, requires_grad=True)
     for _ in range(2):  # the first step makes the states
