@@ -80,10 +80,19 @@ class Homes:
         # Frames to be free once nobody looks at them: home, first frame, frames, whether somebody does.
         self._leaving: list[tuple[Home, int, int, Callable[[], bool]]] = []
 
-    def plan(self, wanted: Sequence[Wanted], *, arena_bytes: int, host_bytes: int, disk_bytes: int) -> None:
+    def plan(
+        self,
+        wanted: Sequence[Wanted],
+        *,
+        arena_bytes: int,
+        host_bytes: int,
+        disk_bytes: int,
+        wires: bool = True,
+    ) -> None:
         """Decide the homes of all ``wanted``. Raises BudgetError with the missing bytes.
 
-        ``host_bytes`` below 0: so much more than host_budget the process takes without us.
+        ``wires``: the device may be the home of some. ``host_bytes`` below 0: so much more than host_budget the
+        process takes without us.
         """
         self._over_host_bytes = max(-host_bytes, 0)
         host_bytes = max(host_bytes, 0)
@@ -92,12 +101,12 @@ class Homes:
         largest = int(sizes.max(initial=0))
         everything_fits = total <= arena_bytes - arena_bytes // 16
         self._arena_bytes = arena_bytes
-        self._wires_states = everything_fits and total + _FREE_TENSORS * largest <= arena_bytes
+        self._wires_states = wires and everything_fits and total + _FREE_TENSORS * largest <= arena_bytes
         may_wire = np.array(
             [w.kind == "parameter" or (w.kind == "state" and self._wires_states) for w in wanted], bool
         )
         spare = max(min(arena_bytes // 2 - largest, arena_bytes - _UPDATE_TENSORS * largest), 0)
-        wire_bytes = arena_bytes if everything_fits else spare
+        wire_bytes = (arena_bytes if everything_fits else spare) if wires else 0
         # Wired first, among those that may be; the rest is placed on the tiers below.
         homes = np.full(len(wanted), int(Home.HOST), np.int64)
         wired = self._place(wanted, sizes, may_wire, device=wire_bytes, host=total, disk=0)

@@ -138,7 +138,15 @@ class Runtime:
         self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
         if self.disk is not None:
             undo.callback(self.disk.close)
-        self.homes.plan(wanted, arena_bytes=arena_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        # What the CPU updates has its home in host memory; it stays on the device all the same, if all of it can.
+        weights = sum(item.num_bytes for item in wanted if item.kind == "parameter")
+        self.homes.plan(
+            wanted,
+            arena_bytes=arena_bytes,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            wires=config.update_on == "device" or weights > self.budget.limit_bytes * 3 // 4,
+        )
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )
