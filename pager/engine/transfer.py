@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,6 +74,7 @@ class Transfers:
         self._counters = counters
         self._home_written: dict[int, Event] = {}
         self._home_read: dict[int, Event] = {}
+        self._sent: deque[tuple[Event, torch.Tensor]] = deque()
         self._bounce = _Bounce(EXTENT_BYTES) if disk is not None else None
 
     # -- device <- home ----------------------------------------------------------------------------
@@ -202,11 +204,11 @@ class Transfers:
         """The segment's home in host memory as uint8, without waiting for anything: see :meth:`home_bytes`."""
         return self._host.view(int(self._table.home_frame[segment.first_page]), segment.num_bytes)
 
-    def send_home(self, segment: Segment, source: torch.Tensor) -> Event:
+    def send_home(self, segment: Segment, source: torch.Tensor) -> None:
         """Enqueue the copy of ``source``, a dense tensor on the device that is no frame of ours, into the segment's
-        home in host memory, behind what is on the current stream. The event after which it is there; ``source`` must
-        live until then.
+        home in host memory, behind what is on the current stream. ``source`` is kept alive as long as needed.
         """
+        self.forget_sent()
         d2h = self._device.d2h
         d2h.wait(self._device.current_stream().record())
         read = self._home_read.get(segment.index)
@@ -221,7 +223,12 @@ class Transfers:
         )
         self._counters.add(page_out_bytes=segment.num_bytes)
         event = self._home_written[segment.index] = d2h.record()
-        return event
+        self._sent.append((event, source))
+
+    def forget_sent(self) -> None:
+        """Let go of sources whose copies are over."""
+        while self._sent and self._sent[0][0].query():
+            self._sent.popleft()
 
     def send_to_device(self, run: Run) -> Event:
         """Enqueue the copy of a home that the host has written into a run on the device; the event after which the run

@@ -83,6 +83,7 @@ class BackwardUpdates:
         """Step a parameter whose gradient autograd just finished. False if the gradient is to be kept instead."""
         if self.accumulating:
             return False
+        self._mmu.engine.transfers.forget_sent()
         with self._lock:
             owner = self._owner_of(binding)
             if owner is None:
@@ -247,6 +248,7 @@ class BackwardUpdates:
             for unit in self._ahead:
                 self._mmu.engine.staging.give_back(unit)
             self._ahead.clear()
+            self._mmu.engine.transfers.forget_sent()
             # The first states of the next backward are on their way while its forward runs.
             self._fetch_ahead()
 

@@ -30,7 +30,7 @@ from pager.optim.adamw_cpu import AdamValues, CpuAdam
 from pager.optim.cpu_pool import UpdateHandle, UpdatePool, cut_into_slices
 from pager.optim.masters import LOW
 from pager.page_table import Home
-from pager.policies.update_split import next_share
+from pager.policies.update_split import balanced_share
 
 if TYPE_CHECKING:
     from pager.engine.run import Run
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pager.optim.adopted import AdoptedOptimizer
     from pager.optim.torn import Torn
 
+_LINK_BYTES = 64 * 2**20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -63,7 +64,8 @@ class CpuUpdates:
         self._busy_seconds = 0.0
         self._last_done = 0.0
         self._num_elements = 0
-        self._step_began = 0.0
+        self._rate = 0.0
+        self._link_bytes_per_second: float | None = None
 
     # -- which -------------------------------------------------------------------------------------
 
@@ -71,22 +73,12 @@ class CpuUpdates:
         """A step is over: decide which parameters (with optimizer and group, in the order in which their gradients
         come) the next one updates here.
         """
-        now = time.perf_counter()
-        seconds, self._step_began = now - self._step_began, now
         candidates = [entry for entry in order if self._can_update(*entry)]
         total = sum(binding.segment.num_elements for binding, *_ in order)
         if not candidates or not total:
             self.assigned.clear()
             return
-        with self._lock:
-            rate = self._num_elements / self._busy_seconds if self._busy_seconds else 0.0
-            self._busy_seconds, self._num_elements = 0.0, 0
-        if self._fixed_share is not None:
-            self._share = self._fixed_share
-        else:
-            self._share = next_share(
-                self._share, step_seconds=seconds, elements_per_second=rate, num_elements=total
-            )
+        self._share = self._find_share(order, total) if self._fixed_share is None else self._fixed_share
         self.assigned.clear()
         left = self._share * total
         for binding, *_ in candidates:
@@ -99,6 +91,29 @@ class CpuUpdates:
                 break  # host memory has no room for one more gradient
             self.assigned.add(binding)
             left -= binding.segment.num_elements
+
+    def _find_share(self, order: Sequence[tuple[Binding, AdoptedOptimizer, int]], total: int) -> float:
+        with self._lock:
+            if self._busy_seconds:
+                self._rate = self._num_elements / self._busy_seconds
+            self._busy_seconds, self._num_elements = 0.0, 0
+        if self._link_bytes_per_second is None:
+            self._link_bytes_per_second = self._engine.device.measure_bandwidth(_LINK_BYTES, direction="both")
+        streamed = state_bytes = sent_bytes = 0
+        for binding, adopted, _ in order:
+            count = binding.segment.num_elements
+            states = adopted.paged_states(binding).values()
+            if not any(state.keep for state in states):
+                streamed += count
+                state_bytes += sum(state.segment.num_bytes for state in states)
+            sent_bytes += binding.segment.num_bytes
+        return balanced_share(
+            streamed_share=streamed / total,
+            state_bytes=state_bytes / max(streamed, 1),
+            sent_bytes=sent_bytes / total,
+            link_bytes_per_second=self._link_bytes_per_second,
+            elements_per_second=self._rate,
+        )
 
     def _can_update(self, binding: Binding, adopted: AdoptedOptimizer, group_index: int) -> bool:
         """Whether the update of a parameter is one that the CPU's kernel does, on homes in host memory."""
@@ -155,7 +170,7 @@ class CpuUpdates:
             binding.bump_version()
             run.version = binding.version()
         adopted.masters.written(binding)
-        job = _Job(self, binding, run, states, gradient, low_is_valid=low_is_valid)
+        job = _Job(self, binding, run, states, low_is_valid=low_is_valid)
         binding.pending = job
         job.start(self._threads(), values)
         return True
@@ -216,7 +231,6 @@ class _Job:
         binding: Binding,
         run: Run,
         states: dict[str, Binding],
-        gradient: torch.Tensor,
         *,
         low_is_valid: bool,
     ) -> None:
@@ -225,8 +239,6 @@ class _Job:
         self._binding = binding
         self._run = run
         self._states = states
-        # Alive until the copy out of it is over.
-        self._gradient: torch.Tensor | None = gradient
         self._low_is_valid = low_is_valid
         self._began = 0.0
         self._handle: UpdateHandle | None = None
@@ -260,7 +272,6 @@ class _Job:
         gradient = self._binding.gradient
         assert gradient is not None
         transfers.home_bytes(gradient.segment, write=False)
-        self._gradient = None
         for binding in (self._binding, *self._states.values()):
             transfers.home_bytes(binding.segment, write=True)
         if LOW in self._states and not self._low_is_valid:
@@ -276,7 +287,9 @@ class _Job:
         ready = engine.transfers.send_to_device(self._run)
         with engine.lock:
             self._run.ready = ready
+            # Nobody uses the new value yet, and the host has waited for who used the old one.
             self._run.waited.clear()
+            self._run.users.clear()
 
     # -- what the binding asks of a waiting update -------------------------------------------------
 
