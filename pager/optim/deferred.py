@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.interrupts import uninterrupted
+from pager.mmu.modes import without_dispatch_modes
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -60,7 +61,7 @@ def _storage_users() -> int:
     lease = torch.empty(2, device="cpu")
     tensor = torch.empty(0, device="cpu")
     tensor.data = lease.view(1, 2)
-    return int(torch._C._storage_Use_Count(lease.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(lease.untyped_storage()._cdata))
 
 
 class Deferred:
@@ -176,14 +177,6 @@ def isolated(update: Update) -> Iterator[None]:
         torch.no_grad(),
         torch.autocast(device_type, enabled=False),
         torch._C.DisableTorchFunction(),
-        _without_dispatch_modes(),
+        without_dispatch_modes(),
     ):
         yield
-
-
-def _without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    from torch.utils import _python_dispatch
-
-    # Private, but the only way; a torch without it has no modes to be kept out of.
-    disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
-    return disable()
