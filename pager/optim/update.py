@@ -107,6 +107,8 @@ class Update:
                     if param.grad is not None:
                         small.members.append((group_index, param, param.grad))
                     continue
+                if binding.pending is not None:  # of another optimizer, which had the parameter before
+                    binding.pending.run(binding)
                 binding.mmu.gradients.take_from_graph(binding)
                 slot = binding.gradient
                 if slot is not None and adopted.engine.has_value(slot.segment):
