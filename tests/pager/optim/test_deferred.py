@@ -237,6 +237,24 @@ def test_the_next_use_is_in_a_checkpoint(name: str) -> None:
     check_corner(corner)
 
 
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_from_the_first_step_on(name: str) -> None:
+    """What a page in does is no operation of the forward's: a selective checkpoint counts those."""
+
+    def script(model: Any, report: Report) -> None:
+        optimizer = make_adamw(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = batch(2).requires_grad_(True)
+            for layer in model.layers:
+                x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, **CHECKPOINTS[name])
+            x.square().sum().backward()
+            optimizer.step()
+        report("values", list(model.parameters()))
+
+    check_same(make_net, script, device_budget=BUDGETS[0], checks=CHECKS)
+
+
 def test_the_next_use_is_in_another_thread() -> None:
     def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
         optimizer.zero_grad()
