@@ -110,7 +110,14 @@ class Residency:
         if not least or engine.staging.num_bytes or least > ring_bytes:
             return
         slot_frames = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least) // page_size
-        engine.staging.reserve(ring_bytes // (slot_frames * page_size), slot_frames)
+        num_slots = ring_bytes // (slot_frames * page_size)
+        for _ in range(num_slots):
+            # An optimizer that is first seen at its step finds the arena full of what the step left there.
+            if engine.staging.reserve(num_slots, slot_frames) == num_slots:
+                return
+            if not engine.reclaimer.make_room(slot_frames, sooner_than=None):
+                return
+        engine.staging.reserve(num_slots, slot_frames)
 
     def _can_be_fixed(self, binding: Binding) -> bool:
         table = self._engine.table

@@ -71,7 +71,7 @@ class Leases:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.reclaimer = Reclaimer(self)
-        self.staging = Staging(device, arena, table, transfers, poison=poison)
+        self.staging = Staging(device, arena, table, transfers, arena_lock=self.lock, poison=poison)
         self.failure: BaseException | None = None
         self.demand = 0
         self.moves = 0
@@ -81,9 +81,9 @@ class Leases:
         self.num_prefetched_extents = 0
         self.num_prefetched_bytes = 0
         self.on_access: Callable[[], None] = _nothing
-        # Asked when an operation has no room: let go of what stays here for speed only; whether there was any.
         # Segments whose pages the update brings through staging: nothing for pagerd.
         self.streamed: set[int] = set()
+        # Asked when an operation has no room: let go of what stays here for speed only; whether there was any.
         self.give_up_kept: Callable[[], bool] = bool
         self._poison = poison
         self._runs: dict[int, list[Run]] = {}

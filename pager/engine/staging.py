@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pager.engine.run import Run
+from pager.interrupts import uninterrupted
 from pager.page_table import Home
 from pager.tiers.device_arena import Fence, merge_fence
 
@@ -68,15 +70,24 @@ class _Slot:
 
 
 class Staging:
-    """The slots of one engine. Called by one thread at a time; the lock is for ``forget``, which any may call."""
+    """The slots of one engine. Safe to call from several threads; an interrupt comes before a call or after it."""
 
     def __init__(
-        self, device: Device, arena: DeviceArena, table: PageTable, transfers: Transfers, *, poison: bool
+        self,
+        device: Device,
+        arena: DeviceArena,
+        table: PageTable,
+        transfers: Transfers,
+        *,
+        arena_lock: AbstractContextManager[Any],
+        poison: bool,
     ) -> None:
+        """``arena_lock``: the engine's, which guards the arena; taken under this object's own, never the reverse."""
         self._device = device
         self._arena = arena
         self._table = table
         self._transfers = transfers
+        self._arena_lock = arena_lock
         self._poison = poison
         self._slots: list[_Slot] = []
         self._held: dict[int, _Slot] = {}
@@ -94,23 +105,26 @@ class Staging:
 
     def reserve(self, num_slots: int, slot_frames: int) -> int:
         """Set up to ``num_slots`` slots aside, from what is free in the arena; how many there are now."""
-        while len(self._slots) < num_slots:
-            slot = _Slot(-1, slot_frames)
-            taken = self._arena.take_free(slot_frames, slot)
-            if taken is None:
-                break
-            slot.frame, slot.fence = taken
-            self._slots.append(slot)
-        return len(self._slots)
+        with uninterrupted(), self._lock:
+            while len(self._slots) < num_slots:
+                slot = _Slot(-1, slot_frames)
+                with self._arena_lock:
+                    taken = self._arena.take_free(slot_frames, slot)
+                if taken is None:
+                    break
+                slot.frame, slot.fence = taken
+                self._slots.append(slot)
+            return len(self._slots)
 
     def release(self) -> bool:
         """Give all slots back to the arena; whether there were any. Not while a unit is computed in one."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             if not self._slots or any(slot.taken for slot in self._slots):
                 return False
             for slot in self._slots:
                 self._drop(slot)
-                self._arena.free(slot.frame, slot.fence)
+                with self._arena_lock:
+                    self._arena.free(slot.frame, slot.fence)
             self._slots.clear()
             return True
 
@@ -130,7 +144,7 @@ class Staging:
 
         Raises TierIOError if a disk cannot be read.
         """
-        with self._lock:
+        with uninterrupted(), self._lock:
             slot = next((slot for slot in self._slots if slot.holder is None), None)
             if slot is None:
                 return False
@@ -157,13 +171,19 @@ class Staging:
             self._slots.append(slot)
             return True
 
-    def take(self, holder: object, ranges: Sequence[Range]) -> list[Run]:
-        """A unit's runs, in the order of ``ranges``, once the current stream waits for their bytes."""
-        with self._lock:
+    def take(self, holder: object, ranges: Sequence[Range]) -> list[Run] | None:
+        """A unit's runs, in the order of ``ranges``, once the current stream waits for their bytes.
+
+        None if no slot can be had: others compute in all of them, or there is none.
+        """
+        with uninterrupted(), self._lock:
             if not self.holds(holder):
                 if not self.has_free_slot:
                     # The one fetched last is needed last.
-                    self._drop(next(slot for slot in reversed(self._slots) if not slot.taken))
+                    last = next((slot for slot in reversed(self._slots) if not slot.taken), None)
+                    if last is None:
+                        return None
+                    self._drop(last)
                 self.fetch(holder, ranges)
             slot = self._held[id(holder)]
             slot.taken = True
@@ -183,7 +203,7 @@ class Staging:
 
         Raises TierIOError if a disk cannot be written: then the slot keeps its contents.
         """
-        with self._lock:
+        with uninterrupted(), self._lock:
             slot = self._held[id(holder)]
             stream = self._device.current_stream()
             self._note_use(slot, stream, written)
@@ -195,7 +215,7 @@ class Staging:
 
     def give_back(self, holder: object) -> None:
         """The unit is not done: what its slot holds is worth nothing."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             slot = self._held.get(id(holder))
             if slot is not None:
                 self._drop(slot)
@@ -204,7 +224,7 @@ class Staging:
         """The home of ``segment`` is about to change: drop what was fetched of it."""
         if not self._held:
             return
-        with self._lock:
+        with uninterrupted(), self._lock:
             for slot in list(self._held.values()):
                 if not slot.taken and any(run.segment is segment for run in slot.runs):
                     self._drop(slot)

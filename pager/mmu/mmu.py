@@ -19,6 +19,7 @@ from pager.graph.access import can_see_hooks_beneath, current_phase
 from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
+from pager.mmu.modes import ordinary_tensors, without_dispatch_modes
 from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
 from pager.page_table import PageState
@@ -114,6 +115,10 @@ class Mmu:
         ``use`` stands for the operation until ``exit``, which must be called even if this raises.
         """
         self._check_open()
+        with without_dispatch_modes():
+            return self._enter(bindings, what, use)
+
+    def _enter(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
         self.before_access(bindings)
         if self.aliases:
             self.aliases.settle(bindings)
@@ -144,7 +149,7 @@ class Mmu:
     def _bring(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
         """Leases on tensors that are somewhere, or nowhere yet, pointed at their frames."""
         wanted = [(binding.segment, 0, binding.segment.num_pages, False) for binding in bindings]
-        with uninterrupted(), _ordinary_tensors():
+        with uninterrupted(), ordinary_tensors():
             runs = self.engine.acquire_all(wanted, what)
             leases = [self.engine.lease(run) for run in runs]
             with self.lock:
@@ -230,7 +235,7 @@ class Mmu:
             self.aliases.settle([binding])
         self.note([binding], phase, write=overwrite or phase == Phase.GRADIENT)
         segment = binding.segment
-        with uninterrupted(), _ordinary_tensors():
+        with uninterrupted(), ordinary_tensors(), without_dispatch_modes():
             run = self.engine.acquire_all([(segment, 0, segment.num_pages, overwrite)], what)[0]
             return run, binding.typed(self.engine.lease(run))
 
@@ -238,6 +243,12 @@ class Mmu:
         self, binding: Binding, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         """What autograd saved of a tensor, on the device again."""
+        with without_dispatch_modes():
+            return self._fault_saved(binding, dtype, size, stride, offset)
+
+    def _fault_saved(
+        self, binding: Binding, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
         self.before_access([binding])
         if self.aliases:
             self.aliases.settle([binding])
@@ -250,7 +261,7 @@ class Mmu:
             self.exit([binding], use)
             return strided_view(fixed.untyped_storage(), dtype, size, stride, offset)
         what = f"backward through {segment.name}"
-        with uninterrupted(), _ordinary_tensors():
+        with uninterrupted(), ordinary_tensors():
             lease = self.engine.lease(
                 self.engine.acquire_all([(segment, 0, segment.num_pages, False)], what)[0]
             )
@@ -307,17 +318,6 @@ class Mmu:
     def _check_open(self) -> None:
         if self.closed:
             raise PagerClosed("this model's pager is closed; call pager.manage(model) to page it again")
-
-
-@contextlib.contextmanager
-def _leave_inference_mode() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _ordinary_tensors() -> contextlib.AbstractContextManager[None]:
-    """Tensors made inside are ordinary ones, also in inference mode: they become a parameter's ``data``."""
-    return _leave_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def _count_writes(

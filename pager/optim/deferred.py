@@ -11,12 +11,16 @@ before ``step()`` returns, by running the user's class on one-element stand-ins.
 Nothing is lost by waiting: a state dict, another step, ``close()`` finish what is left. A gradient that the user
 drops meanwhile (``zero_grad()``) is kept, unseen, until its update has run.
 
+A view of the parameter or of a state that somebody holds shows, in torch, the new values as soon as ``step()`` is
+over, and nobody asks before it is read. So an update waits only where there is none.
+
 Only torch's own optimizers wait. A class of the user's may look at values and raise; that belongs into ``step()``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.interrupts import uninterrupted
+from pager.mmu.modes import without_dispatch_modes
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -34,6 +39,29 @@ if TYPE_CHECKING:
 def may_wait(optimizer_class: type) -> bool:
     """Whether updates by this class may run later than ``step()``: its step must not depend on values."""
     return optimizer_class.__module__.startswith("torch.optim")
+
+
+def is_viewed(binding: Binding) -> bool:
+    """Whether somebody may hold a view of the tensor's frames."""
+    engine = binding.mmu.engine
+    lease = binding.fixed
+    num_leases = sum(run.pins for run in engine.runs_of(binding.segment))
+    if lease is None:
+        return num_leases > 0
+    if num_leases > 1:
+        return True
+    # Views of what stays share the storage of its one lease. Private; without it nothing that stays waits.
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is None or count(lease.untyped_storage()._cdata) > _storage_users()
+
+
+@functools.cache
+def _storage_users() -> int:
+    """What torch counts for a storage that a lease and the tensor pointed at it share, while it is asked."""
+    lease = torch.empty(2, device="cpu")
+    tensor = torch.empty(0, device="cpu")
+    tensor.data = lease.view(1, 2)
+    return int(torch._C._storage_Use_Count(lease.untyped_storage()._cdata))
 
 
 class Deferred:
@@ -149,14 +177,6 @@ def isolated(update: Update) -> Iterator[None]:
         torch.no_grad(),
         torch.autocast(device_type, enabled=False),
         torch._C.DisableTorchFunction(),
-        _without_dispatch_modes(),
+        without_dispatch_modes(),
     ):
         yield
-
-
-def _without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    from torch.utils import _python_dispatch
-
-    # Private, but the only way; a torch without it has no modes to be kept out of.
-    disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
-    return disable()

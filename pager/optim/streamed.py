@@ -128,7 +128,10 @@ class StreamedUnit:
         ranges = self._choose(adopted) if not staging.holds(self) else self._ranges(adopted)
         done = False
         try:
-            self._run(update, staging.take(self, ranges) if ranges else [])
+            staged = staging.take(self, ranges) if ranges else []
+            if staged is None:
+                self._keys, self._stages_gradient, staged = [], False, []
+            self._run(update, staged)
             done = True
         finally:
             if not done:

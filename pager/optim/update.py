@@ -36,7 +36,7 @@ import torch
 from pager.errors import PagerError
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding
-from pager.optim.deferred import Deferred, may_wait
+from pager.optim.deferred import Deferred, is_viewed, may_wait
 from pager.optim.schedule import cut
 from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes, snapshot_group
 from pager.optim.streamed import StreamedUnit, can_stream
@@ -83,6 +83,13 @@ class Update:
         waiting = [
             unit for unit in self.todo if isinstance(unit, StreamedUnit) and not unit.progress.is_fresh
         ]
+        self.adopted.engine.drain()
+        viewed = {
+            binding
+            for binding in {unit.progress.binding for unit in waiting}
+            if any(map(is_viewed, (binding, *self.adopted.paged_states(binding).values())))
+        }
+        waiting = [unit for unit in waiting if unit.progress.binding not in viewed]
         if not waiting:
             return None
         left = set(map(id, waiting))
@@ -100,6 +107,8 @@ class Update:
                     if param.grad is not None:
                         small.members.append((group_index, param, param.grad))
                     continue
+                if binding.pending is not None:  # of another optimizer, which had the parameter before
+                    binding.pending.run(binding)
                 binding.mmu.gradients.take_from_graph(binding)
                 slot = binding.gradient
                 if slot is not None and adopted.engine.has_value(slot.segment):

@@ -1,0 +1,35 @@
+"""Keeping the runtime's own operations apart from the modes that the user's code runs under.
+
+A page in is not part of the user's operation. Under inference mode it would make tensors that a parameter cannot
+have as its data; under a dispatch mode it would be seen: selective checkpoints count operations of the forward, and
+find others in the recomputation, where other pages are absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
+
+
+@contextlib.contextmanager
+def _leave_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def ordinary_tensors() -> contextlib.AbstractContextManager[None]:
+    """Tensors made inside are ordinary ones, also in inference mode: they become a parameter's ``data``."""
+    return _leave_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """No dispatch mode of the user's sees what runs inside."""
+    # Private, but the only way; a torch without it has no modes to be kept out of.
+    if not getattr(torch._C, "_len_torch_dispatch_stack", int)():
+        return contextlib.nullcontext()
+    disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
+    return disable()

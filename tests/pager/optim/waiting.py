@@ -1,0 +1,107 @@
+"""A model whose updates wait, and what a user may do meanwhile: on it and on an ordinary one, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pager.config import Checks
+from tests.cases.same import Report, check_same
+
+WIDTH = 96
+CHECKS = Checks(streams="late", happens_before=True, poison=True, daemon="inline")
+# With the smaller one slot and streaming parameters, with the larger two and parameters that stay.
+BUDGETS = ("528KiB", "992KiB")
+
+
+class Net(nn.Module):
+    """Twelve layers of three pages each, (batch, WIDTH) in and out; a bias that stays an ordinary tensor."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(12))
+        self.bias = nn.Parameter(torch.randn(width))
+        self.used = 12
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: self.used]:
+            x = torch.tanh(layer(x))
+        return x + self.bias
+
+
+def make_net(width: int = WIDTH) -> Net:
+    """The same model each time."""
+    torch.manual_seed(0)
+    return Net(width)
+
+
+def batch(step: int) -> torch.Tensor:
+    """The input of a step."""
+    return torch.linspace(-1, 1, WIDTH).repeat(2, 1) * (step + 1)
+
+
+def backward(model: Any, step: int) -> torch.Tensor:
+    """Forward and backward; the loss."""
+    loss: torch.Tensor = model(batch(step)).square().sum()
+    loss.backward()
+    return loss
+
+
+def make_adamw(model: Any) -> torch.optim.Optimizer:
+    """What most corners use."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def pending(model: Any) -> list[Any]:
+    """The bindings whose updates wait; none of a model that is not managed."""
+    return [p._pager for p in model.parameters() if hasattr(p, "_pager") and p._pager.pending is not None]
+
+
+def expect_waiting(model: Any) -> None:
+    """Else the corner shows nothing."""
+    if hasattr(model, "pager"):
+        assert pending(model), "no update waits"
+
+
+def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The states of all parameters, read one by one."""
+    return [dict(optimizer.state[param]) for param in model.parameters()]
+
+
+Corner = Callable[[Any, torch.optim.Optimizer, Report], Any]
+
+
+def check_corner(
+    corner: Corner,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = make_adamw,
+    *,
+    expects_waiting: bool = True,
+    budgets: tuple[str, ...] = BUDGETS,
+) -> None:
+    """Two steps, the corner, two more; it may give back another optimizer to go on with."""
+
+    def script(model: Any, report: Report) -> None:
+        optimizer = make_optimizer(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            report("loss", backward(model, step))
+            optimizer.step()
+        if expects_waiting:
+            expect_waiting(model)
+        optimizer = corner(model, optimizer, report) or optimizer
+        for step in range(2, 4):
+            report("loss", backward(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        report("states", optimizer_state(model, optimizer))
+
+    for budget in budgets:
+        check_same(make_net, script, device_budget=budget, checks=CHECKS)
+
+
+def weight(model: Any, index: int = 2) -> Any:
+    """A paged parameter that has its home in host memory with both budgets."""
+    return model.layers[index].weight

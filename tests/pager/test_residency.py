@@ -1,0 +1,133 @@
+"""What stays on the device: chosen for the arena as it is, let go of where room runs short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases.same import check_equal, manage, values_of
+from tests.pager.optim.waiting import (
+    CHECKS,
+    Net,
+    backward,
+    batch,
+    expect_waiting,
+    make_adamw,
+    make_net,
+    weight,
+)
+
+
+def train(model: Any, steps: int, optimizer: Any = None) -> Any:
+    """Some steps of AdamW; the optimizer."""
+    optimizer = optimizer or make_adamw(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return optimizer
+
+
+def fixed(model: Any) -> list[bool]:
+    """Which of the layers' weights stay."""
+    return [layer.weight._pager.fixed is not None for layer in model.layers]
+
+
+def streaming_and_staying() -> list[Any]:
+    return [manage(make_net(), device_budget=budget, checks=CHECKS) for budget in ("528KiB", "992KiB")]
+
+
+def test_parameters_stay_all_or_not_at_all() -> None:
+    small, large = streaming_and_staying()
+    for model, stays in ((small, False), (large, True)):
+        train(model, 2)
+        assert fixed(model) == [stays] * 12
+        model.pager.close()
+
+
+def test_an_optimizer_first_seen_at_its_step_gets_slots_in_a_full_arena() -> None:
+    for model in streaming_and_staying():
+        optimizer = make_adamw(model)
+        backward(model, 0)
+        optimizer.step()
+        assert model.pager._runtime.engine.staging.num_bytes > 0
+        model.pager.close()
+
+
+def test_what_stays_crosses_the_link_no_more() -> None:
+    model = manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    train(model, 2)
+    engine = model.pager._runtime.engine
+    runs = {id(engine.runs_of(layer.weight._pager.segment)[0]) for layer in model.layers}
+    with torch.no_grad():
+        for step in range(3):
+            model(batch(step))
+    assert {id(engine.runs_of(layer.weight._pager.segment)[0]) for layer in model.layers} == runs
+    assert all(run.stays or run.wired for run in engine.resident_runs() if run.segment.kind == "parameter")
+    model.pager.close()
+
+
+def test_short_of_room_everything_is_let_go_and_the_values_stay() -> None:
+    plain, model = make_net(), manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    optimizers = [train(plain, 3), train(model, 3)]
+    residency, engine = model.pager._runtime.residency, model.pager._runtime.engine
+    expect_waiting(model)
+    assert residency.give_up()
+    assert engine.staging.num_bytes == 0
+    assert not any(fixed(model))
+    assert not any(run.stays for run in engine.resident_runs())
+    assert not residency.give_up()
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        train(each, 3, optimizer)
+    assert not any(fixed(model)), "let go of until the arena changes"
+    model.pager.close()
+    check_equal(values_of(plain), values_of(model), "at the end")
+    check_equal(optimizers[0].state_dict(), optimizers[1].state_dict(), "states")
+
+
+def test_an_operation_that_finds_no_room_makes_it() -> None:
+    """Views of all states that fit: the slots and what stays give way, before BudgetError is raised."""
+    model = manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    optimizer = train(model, 2)
+    held = [optimizer.state[layer.weight]["exp_avg"].view(-1) for layer in model.layers[:8]]
+    assert not any(fixed(model))
+    assert model.pager._runtime.engine.staging.num_bytes == 0
+    assert all(bool(view.isfinite().all()) for view in held)
+    model.pager.close()
+
+
+def test_a_view_of_what_stayed_outlives_it() -> None:
+    plain, model = make_net(), manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    optimizers = [train(plain, 2), train(model, 2)]
+    views = [weight(plain).detach(), weight(model).detach()]
+    model.pager._runtime.residency.give_up()
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        train(each, 1, optimizer)
+    check_equal(views[0], views[1].clone(), "the view after another step")
+    with torch.no_grad():
+        views[0].mul_(2)
+        views[1].mul_(2)
+    check_equal(weight(plain).detach(), weight(model).detach().clone(), "written through it")
+    del views
+    model.pager.close()
+    check_equal(values_of(plain), values_of(model), "at the end")
+
+
+@pytest.mark.parametrize("change", ["load", "half", "data"])
+def test_what_stays_takes_new_values(change: str) -> None:
+    plain, model = make_net(), manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    torch.manual_seed(3)
+    other = Net().state_dict()
+    for each in (plain, model):
+        train(each, 2)
+        if change == "load":
+            each.load_state_dict(other)
+        elif change == "half":
+            each.half()
+        else:
+            weight(each).data = torch.ones(96, 96)
+        each(batch(1).to(weight(each).dtype))
+    model.pager.close()
+    check_equal(dict(plain.state_dict()), dict(model.state_dict()), change)
