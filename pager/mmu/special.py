@@ -56,6 +56,8 @@ def _get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 "as it is final. Clipping, GradScaler.unscale_ and whatever else needs gradients before the step "
                 "work with update_at='step'."
             )
+        # One that is there after all (of micro-batches, of a backward before the optimizer was known) goes.
+        binding.mmu.gradients.set(binding, None)
         return None
     return binding.mmu.gradients.get(binding)
 
@@ -122,6 +124,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with NoTorchFunction():
             writable = not torch.is_grad_enabled() or not target.requires_grad
         same = source.shape == binding.segment.size and source.layout is torch.strided
+        if writable and same and values.holds_already(binding.mmu, binding, source.detach()):
+            return target
         if (
             writable
             and same
