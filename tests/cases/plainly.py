@@ -21,6 +21,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
 }
 """Optimizers whose results depend on every bit of a master."""

@@ -227,9 +227,9 @@ def test_a_checkpoint_from_before_masters_loads() -> None:
     pair = make_pair()
     pair.train(1)
     pair.model.load_state_dict(case.model.state_dict())
-    pair.optimizer.load_state_dict(before.state_dict())
+    pair.optimizer.load_state_dict(copied(before.state_dict()))
     plain = Plain(case.model, MAKERS["adamw"], master=True)
-    plain.optimizer.load_state_dict(before.state_dict())
+    plain.optimizer.load_state_dict(copied(before.state_dict()))
     pair.case, pair.plain = case, plain
     pair.train(2)
     pair.close()
@@ -242,6 +242,21 @@ def test_a_copy_of_the_model_is_an_ordinary_one() -> None:
     assert {type(param) for param in twin.parameters()} == {nn.Parameter}
     check_equal(dict(pair.plain.model.state_dict()), dict(twin.state_dict()), "copy")
     pair.train(1)
+    pair.close()
+
+
+def test_states_of_other_shapes_resume_too() -> None:
+    """Adafactor keeps sums over rows and columns."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(params, lr=1e-2)
+
+    pair = Pair(make_mlp, make, budget=BUDGETS["everything"], checks=checks())
+    pair.train(2)
+    saved = through_a_file({"model": pair.model.state_dict(), "optimizer": pair.optimizer.state_dict()})
+    pair.model.load_state_dict(saved["model"])
+    pair.optimizer.load_state_dict(saved["optimizer"])
+    pair.train(2)
     pair.close()
 
 
