@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ def make_mlp() -> models.Case:
     return models.make_mlp(width=160, depth=2)
 
 
-def make_pair(name: str = "adamw", **knobs: Any) -> Pair:
-    return Pair(make_mlp, MAKERS[name], **{"checks": checks(), **knobs})
+def make_pair(name: str = "adamw", *, make_case: Callable[[], models.Case] = make_mlp, **knobs: Any) -> Pair:
+    return Pair(make_case, MAKERS[name], **{"checks": checks(), **knobs})
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -111,6 +112,63 @@ def test_other_dtypes_have_no_masters(dtype: torch.dtype) -> None:
     pair = make_pair("momentum", dtype=dtype)
     pair.train(3)
     assert all("master" not in entry for entry in pair.optimizer.state_dict()["state"].values())
+    pair.close()
+
+
+@pytest.mark.parametrize("update_at", ["step", "backward"])
+def test_frozen_and_thawed_weights(update_at: str) -> None:
+    pair = make_pair(frozen=["0.weight", "2.bias"], update_at=update_at)
+    pair.train(2)
+    for model in (pair.plain.model, pair.model):
+        model.requires_grad_(True)
+    pair.train(2)
+    for model in (pair.plain.model, pair.model):
+        model.get_parameter("4.weight").requires_grad_(False)
+    pair.train(2)
+    pair.close()
+
+
+@pytest.mark.parametrize("update_at", ["step", "backward"])
+def test_an_optimizer_that_forgot_its_state_keeps_the_masters(update_at: str) -> None:
+    pair = make_pair("momentum", update_at=update_at)
+    pair.train(2)
+    pair.plain.optimizer.state.clear()
+    pair.optimizer.state.clear()
+    pair.train(2)
+    pair.close()
+
+
+@pytest.mark.parametrize("update_at", ["step", "backward"])
+def test_another_layout_in_mid_training(update_at: str) -> None:
+    """Low bits keep the layout they have, as states do; the conversion counts as a write."""
+    pair = make_pair("momentum", make_case=models.make_cnn, budget=0.6, update_at=update_at)
+    pair.train(2)
+    for model in (pair.plain.model, pair.model):
+        model.to(memory_format=torch.channels_last)
+    pair.plain.written(*pair.plain.params)
+    pair.train(1)
+    pair.check()
+    pair.train(2)
+    pair.close()
+
+
+@pytest.mark.parametrize("update_at", ["step", "backward"])
+def test_homes_on_disk(update_at: str, tmp_path: Path) -> None:
+    pair = make_pair(disk=tmp_path, host_budget=2**20, update_at=update_at)
+    pair.train(3)
+    assert pair.model.pager.statistics().disk_bytes > 0
+    pair.close()
+
+
+def test_clipped_gradients() -> None:
+    pair = make_pair()
+    for step in range(3):
+        for model, trainer in ((pair.plain.model, pair.plain), (pair.model, pair.optimizer)):
+            trainer.zero_grad()
+            args = [arg.bfloat16() for arg in pair.case.make_batch(step)[0]]
+            model(*args).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=False)
+            trainer.step()
     pair.close()
 
 
