@@ -137,6 +137,7 @@ class Runtime:
         slab_frames = slabs.add_first(self.arena, config, arena_bytes, wanted)
         self.engine = self._make_engine()
         self.mmu = Mmu(self.engine)
+        self.mmu.keeps_masters = config.master is not None
         self.paged = PagedModel(
             self.model,
             self.mmu,

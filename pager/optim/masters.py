@@ -69,6 +69,9 @@ class Masters:
         master = weight.float()
         if low is not None and self.are_valid(binding) and values.has_value(mmu, low):
             flat = values.cpu_tensor(mmu, low, alias=False)
+            if flat.stride() != weight.stride():
+                # The parameter was converted (channels_last) since: like states, low bits stay laid out as they are.
+                flat = torch.empty_strided(weight.size(), weight.stride(), dtype=flat.dtype).copy_(flat)
             storages = [tensor.untyped_storage() for tensor in (weight, flat, master)]
             count = binding.segment.num_elements
             views = [

@@ -150,7 +150,9 @@ def test_a_scheduler_sets_the_rate_of_the_next_backward() -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("way", ["eval", "no_grad", "generate", "inference_mode", "state_dict", "deepcopy"])
+@pytest.mark.parametrize(
+    "way", ["eval", "no_grad", "generate", "inference_mode", "state_dict", "deepcopy", "to"]
+)
 def test_looking_in_between_changes_nothing(way: str) -> None:
     pair = make_pair()
     for _ in range(3):
@@ -161,6 +163,8 @@ def test_looking_in_between_changes_nothing(way: str) -> None:
                 model.state_dict()
             elif way == "deepcopy":
                 copy.deepcopy(model)
+            elif way == "to":
+                model.to(torch.float32)
             elif way == "eval":
                 model.eval()
                 model(*args)
