@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def test_however_the_work_is_ordered(switches: dict[str, Any], micro_batches: in
 
 def test_gradients_have_no_home() -> None:
     def host_bytes(update_at: str) -> int:
-        model = make_mlp().model
+        model: Any = make_mlp().model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         manage(model, optimizer, update_at=update_at)
         for step in range(2):
@@ -519,6 +520,63 @@ def test_a_torn_model_refuses_the_next_backward() -> None:
     with pytest.raises(TornStateError, match="load_state_dict"):
         pair.optimizer.step()
     check_equal(before, copied(dict(pair.model.state_dict())), "nothing is updated any more")
+
+
+def test_loading_right_after_the_exception() -> None:
+    pair = make_pair()
+    pair.train(2)
+    saved = copied({"model": pair.model.state_dict(), "optimizer": pair.optimizer.state_dict()})
+    fail_in_backward(pair, "hook")
+    heal(pair, saved)
+
+
+def test_the_class_raises_inside_backward() -> None:
+    class Picky(torch.optim.SGD):
+        refuses = False
+
+        def step(self, closure: Any = None) -> Any:
+            if Picky.refuses:
+                raise ValueError("not this tensor")
+            return super().step(closure)
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return Picky(params, lr=0.1, momentum=0.9)
+
+    pair = Pair(make_mlp, make, master=False, dtype=torch.float32, update_at="backward", checks=checks())
+    pair.train(2)
+    saved = copied({"model": pair.model.state_dict(), "optimizer": pair.optimizer.state_dict()})
+    pair.optimizer.zero_grad()
+    Picky.refuses = True
+    with pytest.raises(ValueError, match="not this tensor"):
+        train_step(pair.case, pair.model, 5)
+    Picky.refuses = False
+    check_torn(pair)
+    heal(pair, saved)
+
+
+@pytest.mark.parametrize("budget", ["streaming", "everything"])
+def test_an_interrupt_inside_backward(budget: str) -> None:
+    pair = make_pair(budget=BUDGETS[budget])
+    pair.train(2)
+    saved = copied({"model": pair.model.state_dict(), "optimizer": pair.optimizer.state_dict()})
+    pair.optimizer.zero_grad()
+    x = pair.case.make_batch(20)[0][0]
+    x = pair.model[1](pair.model[0](x))
+
+    def interrupt(grad: Tensor) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    x.register_hook(interrupt)
+    for layer in list(pair.model)[2:]:
+        x = layer(x)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            x.square().mean().backward()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    check_torn(pair)
+    heal(pair, saved)
 
 
 def test_a_torn_model_closes() -> None:

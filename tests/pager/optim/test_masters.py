@@ -143,6 +143,7 @@ def test_another_layout_in_mid_training(update_at: str) -> None:
     """Values and masters are what they were."""
     pair = make_pair("momentum", make_case=models.make_cnn, budget=0.6, update_at=update_at)
     pair.train(2)
+    model: Any
     for model in (pair.plain.model, pair.model):
         model.to(memory_format=torch.channels_last)
     pair.check()
@@ -212,8 +213,9 @@ def test_a_written_weight_begins_a_new_master(write: str, budget: str, update_at
     pair.train(2)
     for model in (pair.plain.model, pair.model):
         with torch.no_grad():
-            WRITES[write](model, model[2].weight)
-    pair.plain.written(*(pair.plain.params if write == "load_state_dict" else [pair.plain.model[2].weight]))  # type: ignore[index, list-item]
+            WRITES[write](model, model.get_parameter("2.weight"))
+    everything = write == "load_state_dict"
+    pair.plain.written(*(pair.plain.params if everything else [pair.plain.model.get_parameter("2.weight")]))
     pair.check()
     pair.train(2)
     pair.close()
