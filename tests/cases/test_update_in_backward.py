@@ -113,6 +113,8 @@ def test_a_closure_runs_its_own_backward() -> None:
         checks=checks(),
     )
     pair.train(1)
+    model: Any
+    optimizer: Any
     for model, optimizer in ((pair.plain.model, pair.plain.optimizer), (pair.model, pair.optimizer)):
 
         def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
