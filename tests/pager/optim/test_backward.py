@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pager.errors import ConfigError, TornStateError
 from tests import models
@@ -45,12 +46,38 @@ def make_pair(name: str = "adamw", make_case: Any = make_mlp, **knobs: Any) -> P
 )
 @pytest.mark.parametrize("model", models.BUILDERS)
 def test_equals_a_step_after_backward(model: str, budget: str, planned: bool) -> None:
-    """Tied weights, weights used twice and reentrant checkpoints deliver a gradient in parts."""
     example = models.BUILDERS[model]().make_batch(0)[0] if planned else None
     pair = make_pair(make_case=models.BUILDERS[model], budget=BUDGETS[budget], example_inputs=example)
     pair.train(3)
     pair.train(1, micro_batches=3)
     pair.train(1)
+    pair.close()
+
+
+class Shared(nn.Module):
+    """One layer inside two reentrant checkpoints: its gradient comes twice in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(160, 160)
+        self.shared = nn.Linear(160, 160)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True))
+        return x
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_that_comes_in_parts(micro_batches: int) -> None:
+    def make_shared() -> models.Case:
+        mlp = make_mlp()
+        torch.manual_seed(0)
+        return models.Case("shared", Shared(), mlp.make_batch, mlp.loss)
+
+    pair = make_pair(make_case=make_shared, example_inputs=make_mlp().make_batch(0)[0])
+    pair.train(4, micro_batches)
     pair.close()
 
 
