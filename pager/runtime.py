@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pager import bill
+from pager import bill, slabs
 from pager.address_space import AddressSpace
 from pager.closing import Closing
 from pager.config import Config
@@ -26,10 +26,10 @@ from pager.device_budget import DeviceBudget
 from pager.engine.engine import Engine
 from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import Transfers
-from pager.errors import BudgetError, ConfigError, PagerClosed
+from pager.errors import ConfigError, PagerClosed
 from pager.fitting import FittingModel
 from pager.graph.access_trace import AccessRow
-from pager.homes import Homes, Wanted
+from pager.homes import Homes
 from pager.mmu import special as _special  # noqa: F401  registers the door's special calls
 from pager.mmu.binding import Binding
 from pager.mmu.gradient import Gradients
@@ -37,7 +37,7 @@ from pager.mmu.mmu import Mmu
 from pager.mmu.parameter import PagedParameter
 from pager.model_checks import Parameters, sort_parameters
 from pager.optim import stand_in
-from pager.optim.adopted import UNIT_BYTES, AdoptedOptimizer
+from pager.optim.adopted import AdoptedOptimizer
 from pager.optim.backward import BackwardUpdates
 from pager.optim.probe import check_optimizers
 from pager.optim.schedule import expected_rows
@@ -51,16 +51,12 @@ from pager.statistics import Counters, Statistics
 from pager.step_boundary import Round, StepBoundary, fixed_distance
 from pager.tiers.device_arena import DeviceArena
 from pager.tiers.host_arena import HostArena
-from pager.units import ceil_div, format_bytes
+from pager.units import format_bytes
 
 if TYPE_CHECKING:
     from pager.optim.on_cpu import CpuUpdates
 
 logger = logging.getLogger("pager")
-
-# Slabs of a CUDA arena: giving one back frees an eighth, while each is large enough for any operation's
-# tensors.
-_NUM_SLABS = 8
 
 
 class Runtime:
@@ -75,7 +71,6 @@ class Runtime:
         self.torn = Torn()
         self._round = Round()
         self._closing = Closing(self)
-        self._slab_frames = 0
         parameters = sort_parameters(model, config.page_bytes)
         self.device = make_device(
             config.device,
@@ -150,9 +145,10 @@ class Runtime:
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )
-        self._add_slabs(arena_bytes, wanted)
+        slab_frames = slabs.add_first(self.arena, config, arena_bytes, wanted)
         self.engine = self._make_engine()
         self.mmu = Mmu(self.engine)
+        self.mmu.keeps_masters = config.master is not None
         self.paged = PagedModel(
             self.model,
             self.mmu,
@@ -186,7 +182,7 @@ class Runtime:
             pagerd=self.pagerd,
             planner=self.planner,
             paged=self.paged,
-            slab_frames=self._slab_frames,
+            slab_frames=slab_frames,
         )
         if fits:
             self.paged.fits = True
@@ -256,25 +252,6 @@ class Runtime:
             self.planner.way,
         )
 
-    def _add_slabs(self, arena_bytes: int, wanted: list[Wanted]) -> None:
-        page_size = self.config.page_bytes
-        if self.device.is_simulated:
-            state = sum(item.num_bytes for item in wanted)
-            frames = arena_bytes // page_size
-            if self.config.device_budget is None:
-                # Nobody set a budget: no more than the whole state could ever use, with room for its page
-                # ends.
-                frames = min(frames, 2 * ceil_div(state, page_size) + 64)
-            if frames:
-                self.arena.add_slab(frames)
-            return
-        largest = max((item.num_bytes for item in wanted), default=0)
-        num_slabs = max(min(_NUM_SLABS, arena_bytes // max(4 * largest, 1)), 1)
-        self._slab_frames = arena_bytes // num_slabs // page_size
-        for _ in range(num_slabs):
-            if self._slab_frames:
-                self.arena.add_slab(self._slab_frames)
-
     def _make_engine(self) -> Engine:
         transfers = Transfers(
             device=self.device,
@@ -319,11 +296,15 @@ class Runtime:
             shared=[self, *filter(None, [self.model.__dict__.get("pager")])],
         )
         if trace is not None:
-            self._check_largest_tick()
+            if self.fitting is None:
+                slabs.check_operations(self.planner, self.table, self.arena, self.budget)
             with self.engine.lock:
                 self.engine.timeline.follow(trace)
             self._plan_update()
-        self._fit_arena()
+        activations = self.planner.peak_activation_bytes
+        if activations is not None and self.fitting is None and not self.device.is_simulated:
+            bindings = self.paged.bindings.values()
+            slabs.fit_activations(self.boundary, self.budget, self.arena, activations, bindings)
         if self.optimizers:
             self._share_out()
 
@@ -349,31 +330,6 @@ class Runtime:
         if trace is not None:
             with self.engine.lock:
                 self.engine.timeline.follow(trace, self.engine.timeline.micro_batches)
-
-    def _check_largest_tick(self) -> None:
-        if self.fitting is not None:
-            return
-        need, names = self.planner.largest_tick()
-        have = self.arena.capacity_bytes
-        have -= int((self.table.home[: self.table.num_pages] == Home.DEVICE).sum()) * self.arena.page_size
-        if need > have:
-            raise BudgetError(
-                f"pager: one operation needs {', '.join(names[:6])} on the device together, {format_bytes(need)}; of "
-                f"device_budget = {format_bytes(self.budget.limit_bytes)} only {format_bytes(have)} are left for "
-                f"pages. Raise device_budget by at least {format_bytes(need - have)}{self.budget.or_less_headroom()}."
-            )
-
-    def _fit_arena(self) -> None:
-        """Now that activations are known: as many slabs as they leave room for."""
-        activations = self.planner.peak_activation_bytes
-        if self.device.is_simulated or activations is None or self.fitting is not None:
-            return
-        # What capture saw is no less than what is needed (attention counts with its scores): so pages only gain.
-        largest = max((b.segment.num_bytes for b in self.paged.bindings.values()), default=0)
-        # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the
-        # update.
-        target = self.budget.arena_bytes(activations + 2 * largest + 4 * UNIT_BYTES)
-        self.boundary.grow_arena(target - self.arena.capacity_bytes)
 
     def _share_out(self) -> None:
         """Set slots aside and choose what stays on the device, for the arena as it is."""

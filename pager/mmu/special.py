@@ -21,6 +21,8 @@ _ZEROES_GRADIENTS = (
     inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__,
     inspect.unwrap(nn.Module.zero_grad).__code__,
 )
+# This converts a gradient along with its parameter, if there is one.
+_CONVERTS = nn.Module._apply.__code__
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 # torch's stubs do not know that class attributes are descriptors.
@@ -50,12 +52,17 @@ def _get_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient as a paged tensor, or None."""
     binding = args[0]._pager
     if binding.mmu.gradients.in_backward is not None and binding.segment.kind == "parameter":
-        if sys._getframe(2).f_code not in _ZEROES_GRADIENTS:
+        caller = sys._getframe(2).f_code
+        if caller is _CONVERTS:
+            return binding.mmu.gradients.get(binding)
+        if caller not in _ZEROES_GRADIENTS:
             raise ConfigError(
                 f"{binding.name}: .grad was asked for, but with update_at='backward' each gradient is used up as soon "
                 "as it is final. Clipping, GradScaler.unscale_ and whatever else needs gradients before the step "
                 "work with update_at='step'."
             )
+        # One that is there after all (of micro-batches, of a backward before the optimizer was known) goes.
+        binding.mmu.gradients.set(binding, None)
         return None
     return binding.mmu.gradients.get(binding)
 
@@ -122,6 +129,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with NoTorchFunction():
             writable = not torch.is_grad_enabled() or not target.requires_grad
         same = source.shape == binding.segment.size and source.layout is torch.strided
+        if writable and same and values.holds_already(binding.mmu, binding, source.detach()):
+            return target
         if (
             writable
             and same

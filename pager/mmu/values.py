@@ -288,7 +288,7 @@ def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
     segment = binding.segment
     engine = mmu.engine
     mmu.before_access([binding])
-    if mmu.keeps_masters and segment.kind == "parameter" and _holds(mmu, binding, source):
+    if holds_already(mmu, binding, source):
         return
     mmu.unfix(binding)
     if engine.has_value(segment):
@@ -299,13 +299,14 @@ def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
         engine.wire(segment)
 
 
-def _holds(mmu: Mmu, binding: Binding, source: torch.Tensor) -> bool:
-    """Whether the tensor has exactly these values already."""
+def holds_already(mmu: Mmu, binding: Binding, source: torch.Tensor) -> bool:
+    """Whether a parameter that may have a master has exactly these values, so that storing them would only lose the
+    master's low bits.
+    """
+    segment = binding.segment
+    if not mmu.keeps_masters or segment.kind != "parameter" or segment.dtype != torch.bfloat16:
+        return False
     if not has_value(mmu, binding):
         return False
-    now = cpu_tensor(mmu, binding, alias=False)
-    return (
-        torch.equal(now.view(torch.uint8), source.cpu().contiguous().view(torch.uint8))
-        if (now.is_contiguous() and now.shape == source.shape and now.dtype == source.dtype)
-        else torch.equal(now, source.cpu())
-    )
+    now, source = cpu_tensor(mmu, binding, alias=False), source.detach().to("cpu", segment.dtype)
+    return torch.equal(now.view(torch.int16), source.view(torch.int16))

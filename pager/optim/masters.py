@@ -5,8 +5,9 @@ fp32 states. The master of a paged parameter is the parameter itself and 16 low 
 paged like a state; that of a small one, which stays an ordinary tensor, is another ordinary tensor.
 
 A master belongs to the values that the last update wrote. Whoever writes to the parameter afterwards moves its
-version; the next update then begins from the value as it stands, in other words with low bits of zero. Writes that
-torch does not count (through ``.data``) keep the low bits, which are less than half a unit in the last place.
+version; the next update then begins from the value as it stands, in other words with low bits of zero. A state dict
+with the very values it has, and writes that torch does not count (through ``.data``), keep the low bits, which are less
+than half a unit in the last place.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class Masters:
         master = weight.float()
         if low is not None and self.are_valid(binding) and values.has_value(mmu, low):
             flat = values.cpu_tensor(mmu, low, alias=False)
+            if flat.stride() != weight.stride():
+                # The parameter was converted (channels_last) since: like states, low bits stay laid out as they are.
+                flat = torch.empty_strided(weight.size(), weight.stride(), dtype=flat.dtype).copy_(flat)
             storages = [tensor.untyped_storage() for tensor in (weight, flat, master)]
             count = binding.segment.num_elements
             views = [
@@ -102,10 +106,13 @@ class Masters:
 
     def small(self, param: torch.Tensor) -> torch.Tensor:
         """A copy of a small parameter's master, fp32, where the parameter is."""
-        known = self._small.get(param)
-        if known is not None and known[1] == param._version and known[0].device == param.device:
-            return known[0].clone()
-        return param.detach().float()
+        master, version = self._small.get(param, (None, -1))
+        if master is None or master.device != param.device:
+            return param.detach().float()
+        # The very values it has, written once more (a model's state dict after the optimizer's), keep it.
+        if version != param._version and not torch.equal(master.to(param.dtype), param.detach()):
+            return param.detach().float()
+        return master.clone()
 
     def keep_small(self, param: torch.Tensor, master: torch.Tensor) -> None:
         """An update has written ``master``, rounded, to the parameter."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from pager.mmu import values
 from pager.mmu.parameter import PagedTensor
-from pager.optim.masters import LOW, MASTER
+from pager.optim.masters import LOW, MASTER, stepped_dtype
 
 if TYPE_CHECKING:
     from pager.optim.adopted import AdoptedOptimizer
@@ -116,7 +116,11 @@ def _take(adopted: AdoptedOptimizer) -> None:
                 # torch gives every state but "step" the dtype of a floating parameter.
                 stepped = adopted.stepped_dtype(binding)
                 dtype = stepped if stepped.is_floating_point else value.tensor.dtype
-                state[key] = adopted.page_state(binding, key, value.tensor, dtype)
+                if adopted.is_param_shaped(binding, value.tensor):
+                    state[key] = adopted.page_state(binding, key, value.tensor, dtype)
+                else:
+                    device = adopted.engine.device.torch_device
+                    state[key] = value.tensor.to(device, dtype, copy=True)
         for key, old in adopted.paged_states(binding).items():
             if key not in state and key != LOW:
                 adopted.engine.discard(old.segment)
@@ -124,12 +128,12 @@ def _take(adopted: AdoptedOptimizer) -> None:
 
 
 def _keeps_dtype(value: Any) -> bool:
-    """Whether a state of a parameter with a master stays in fp32."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype == torch.float32
+    """Whether torch would give a state the parameter's dtype, where it is to have that of the master."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.is_floating_point()
 
 
 def _take_small(adopted: AdoptedOptimizer) -> None:
-    """States and masters of ordinary parameters, in their own dtype."""
+    """States and masters of ordinary parameters, in the dtype in which they are stepped."""
     for group in adopted.optimizer.param_groups:
         for param in group["params"]:
             if adopted.binding_of(param) is not None:
@@ -137,7 +141,8 @@ def _take_small(adopted: AdoptedOptimizer) -> None:
             state = adopted.optimizer.state.get(param, {})
             for key, value in list(state.items()):
                 if isinstance(value, _Hidden):
-                    state[key] = value.tensor.to(param.device, copy=True)
+                    dtype = stepped_dtype(param.dtype, master=True)
+                    state[key] = value.tensor.to(param.device, dtype, copy=True)
             master = state.pop(MASTER, None)
             if master is not None and adopted.masters.has_small(param):
                 adopted.masters.load_small(param, master)

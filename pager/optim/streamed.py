@@ -143,12 +143,16 @@ class StreamedUnit:
             self.is_noted = True
             note_accesses(adopted.engine, unit_ranges(adopted, self.progress.binding, self.piece))
 
+    def _is_new(self, key: str) -> bool:
+        """Whether nothing of this state is read. Low bits outlive a class that keeps no state, and one that lost it."""
+        return not self.progress.low_is_valid if key == LOW else self.progress.is_fresh
+
     def _ranges(self, adopted: AdoptedOptimizer) -> list[Range]:
         """What the unit has in its slot: states, then the gradient."""
         states = adopted.paged_states(self.progress.binding)
-        is_new = self.progress.is_fresh
         ranges = [
-            Range(states[key].segment, *self.piece.pages(states[key].segment), is_new) for key in self._keys
+            Range(states[key].segment, *self.piece.pages(states[key].segment), self._is_new(key))
+            for key in self._keys
         ]
         slot = self.progress.binding.gradient
         if self._stages_gradient and slot is not None:
@@ -171,7 +175,8 @@ class StreamedUnit:
                 if key in self._keys:
                     states[key] = views[key] = self._staged(engine, staged[self._keys.index(key)])
                 else:
-                    views[key], runs[key] = self._resident(engine, state, leases)
+                    is_new = self._is_new(key)
+                    views[key], runs[key] = self._resident(engine, state, leases, is_new=is_new)
                     states[key] = views[key].clone()
                 if self.progress.is_fresh and key != LOW:
                     del states[key]  # the class makes it
@@ -253,7 +258,13 @@ class StreamedUnit:
         return engine.staging.bytes_of(run).view(run.segment.dtype)[:count]
 
     def _resident(
-        self, engine: Engine, binding: Binding, leases: list[torch.Tensor], *, whole: bool = False
+        self,
+        engine: Engine,
+        binding: Binding,
+        leases: list[torch.Tensor],
+        *,
+        whole: bool = False,
+        is_new: bool = False,
     ) -> tuple[torch.Tensor, Run]:
         """The slice of a tensor on the device, as an ordinary tensor, and the run it lies in."""
         segment = binding.segment
@@ -261,7 +272,6 @@ class StreamedUnit:
         if lease is None or run is None:
             first, num_pages = (0, segment.num_pages) if whole else self.piece.pages(segment)
             with uninterrupted():
-                is_new = self.progress.is_fresh and segment.kind == "state"
                 run = engine.acquire_all(
                     [(segment, first, num_pages, is_new)], f"the update of {self.progress.binding.name}"
                 )[0]

@@ -1,0 +1,76 @@
+"""How much of the device is the arena's, in slabs: at the beginning, and once activations are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pager.errors import BudgetError
+from pager.optim.adopted import UNIT_BYTES
+from pager.page_table import Home
+from pager.units import ceil_div, format_bytes
+
+if TYPE_CHECKING:
+    from pager.config import Config
+    from pager.device_budget import DeviceBudget
+    from pager.homes import Wanted
+    from pager.mmu.binding import Binding
+    from pager.page_table import PageTable
+    from pager.planning import Planner
+    from pager.step_boundary import StepBoundary
+    from pager.tiers.device_arena import DeviceArena
+
+# Slabs of a CUDA arena: giving one back frees an eighth, while each is large enough for any operation's
+# tensors.
+_NUM_SLABS = 8
+
+
+def add_first(arena: DeviceArena, config: Config, arena_bytes: int, wanted: list[Wanted]) -> int:
+    """Give the arena its first slabs; the frames of each, or 0 on the simulated device, whose one slab stays."""
+    page_size = arena.page_size
+    if arena.device.is_simulated:
+        state = sum(item.num_bytes for item in wanted)
+        frames = arena_bytes // page_size
+        if config.device_budget is None:
+            # Nobody set a budget: no more than the whole state could ever use, with room for its page
+            # ends.
+            frames = min(frames, 2 * ceil_div(state, page_size) + 64)
+        if frames:
+            arena.add_slab(frames)
+        return 0
+    largest = max((item.num_bytes for item in wanted), default=0)
+    num_slabs = max(min(_NUM_SLABS, arena_bytes // max(4 * largest, 1)), 1)
+    slab_frames = arena_bytes // num_slabs // page_size
+    for _ in range(num_slabs):
+        if slab_frames:
+            arena.add_slab(slab_frames)
+    return slab_frames
+
+
+def fit_activations(
+    boundary: StepBoundary,
+    budget: DeviceBudget,
+    arena: DeviceArena,
+    activation_bytes: int,
+    parameters: Iterable[Binding],
+) -> None:
+    """Now that activations are known: as many slabs as they leave room for."""
+    # What capture saw is no less than what is needed (attention counts with its scores): so pages only gain.
+    largest = max((binding.segment.num_bytes for binding in parameters), default=0)
+    # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the
+    # update.
+    target = budget.arena_bytes(activation_bytes + 2 * largest + 4 * UNIT_BYTES)
+    boundary.grow_arena(target - arena.capacity_bytes)
+
+
+def check_operations(planner: Planner, table: PageTable, arena: DeviceArena, budget: DeviceBudget) -> None:
+    """Raise BudgetError if the hungriest operation of the trace finds no room, beside what has its home here."""
+    need, names = planner.largest_tick()
+    have = arena.capacity_bytes
+    have -= int((table.home[: table.num_pages] == Home.DEVICE).sum()) * arena.page_size
+    if need > have:
+        raise BudgetError(
+            f"pager: one operation needs {', '.join(names[:6])} on the device together, {format_bytes(need)}; of "
+            f"device_budget = {format_bytes(budget.limit_bytes)} only {format_bytes(have)} are left for "
+            f"pages. Raise device_budget by at least {format_bytes(need - have)}{budget.or_less_headroom()}."
+        )

@@ -1,0 +1,129 @@
+"""What users do around a backward that updates: on the managed model the same bits come out as on an ordinary one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests import models
+from tests.cases.plainly import MAKERS, Pair, checks
+
+
+@pytest.fixture(autouse=True)
+def close() -> Iterator[None]:
+    yield
+    Pair.close_all()
+
+
+def loss_of(pair: Pair, model: Any, batch: int) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    loss: torch.Tensor = model(pair.case.make_batch(batch)[0][0].to(dtype)).float().square().mean()
+    return loss
+
+
+def create_graph(pair: Pair, model: Any, trainer: Any, optimizer: Any) -> None:
+    """Gradients that are part of a graph are updated at the step."""
+    trainer.zero_grad()
+    loss_of(pair, model, 3).backward(create_graph=True)
+    trainer.step()
+
+
+def gradient_penalty(pair: Pair, model: Any, trainer: Any, optimizer: Any) -> None:
+    for batch in range(3):
+        trainer.zero_grad()
+        loss = loss_of(pair, model, batch)
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + sum(grad.float().square().sum() for grad in grads)).backward()
+        trainer.step()
+
+
+def backward_of_one_weight(pair: Pair, model: Any, trainer: Any, optimizer: Any) -> None:
+    trainer.zero_grad()
+    loss_of(pair, model, 3).backward(inputs=[model.get_parameter("4.weight")])
+    trainer.step()
+
+
+def writes_to_weights(pair: Pair, model: Any, trainer: Any, optimizer: Any) -> None:
+    for batch in range(3):
+        trainer.zero_grad()
+        loss_of(pair, model, batch).backward()
+        trainer.step()
+        with torch.no_grad():
+            model.get_parameter("2.weight").mul_(0.75)
+        if model is pair.plain.model:
+            pair.plain.written(model.get_parameter("2.weight"))
+
+
+def writes_to_states(pair: Pair, model: Any, trainer: Any, optimizer: Any) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    optimizer.state[params[2]]["exp_avg"].mul_(0.5)
+    trainer.zero_grad()
+    loss_of(pair, model, 3).backward()
+    trainer.step()
+
+
+def saving_before_the_step(pair: Pair, model: Any, trainer: Any, optimizer: Any) -> None:
+    trainer.zero_grad()
+    loss_of(pair, model, 3).backward()
+    model.state_dict()
+    optimizer.state_dict()
+    trainer.step()
+
+
+@pytest.mark.parametrize("master", [False, True], ids=["fp32", "masters"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        create_graph,
+        gradient_penalty,
+        backward_of_one_weight,
+        writes_to_weights,
+        writes_to_states,
+        saving_before_the_step,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_what_users_do(script: Callable[..., None], master: bool) -> None:
+    pair = Pair(
+        lambda: models.make_mlp(width=160, depth=2),
+        MAKERS["adamw"],
+        master=master,
+        dtype=torch.bfloat16 if master else torch.float32,
+        update_at="backward",
+        checks=checks(),
+    )
+    pair.train(2)
+    script(pair, pair.plain.model, pair.plain, pair.plain.optimizer)
+    script(pair, pair.model, pair.optimizer, pair.optimizer)
+    pair.check()
+    pair.train(2)
+    pair.close()
+
+
+def test_a_closure_runs_its_own_backward() -> None:
+    pair = Pair(
+        lambda: models.make_mlp(width=160, depth=2),
+        MAKERS["adamw"],
+        master=False,
+        dtype=torch.float32,
+        update_at="backward",
+        checks=checks(),
+    )
+    pair.train(1)
+    model: Any
+    optimizer: Any
+    for model, optimizer in ((pair.plain.model, pair.plain.optimizer), (pair.model, pair.optimizer)):
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(pair, model, 3)
+            loss.backward()
+            return loss
+
+        first, second = optimizer.step(closure), optimizer.step(closure)
+        assert second.item() < first.item()
+    pair.train(1)
+    pair.close()
