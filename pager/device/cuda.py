@@ -139,7 +139,8 @@ def _memcpy_async() -> Callable[..., int] | None:
         return None
     if len(paths) != 1:
         return None
-    function = ctypes.CDLL(paths.pop()).cudaMemcpyAsync
+    # PyDLL keeps the GIL: the call takes microseconds, and who gives the GIL up must queue for it again.
+    function = ctypes.PyDLL(paths.pop()).cudaMemcpyAsync
     function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     function.restype = ctypes.c_int
     call: Callable[..., int] = function

@@ -177,6 +177,9 @@ class Staging:
         None if no slot can be had: others compute in all of them, or there is none.
         """
         with uninterrupted(), self._lock:
+            held = self._held.get(id(holder))
+            if held is not None and [run.segment for run in held.runs] != [r.segment for r in ranges]:
+                self._drop(held)  # fetched of other states than the unit has now
             if not self.holds(holder):
                 if not self.has_free_slot:
                     # The one fetched last is needed last.

@@ -81,15 +81,14 @@ class BackwardUpdates:
 
     def take(self, binding: Binding, gradient: torch.Tensor) -> bool:
         """Step a parameter whose gradient autograd just finished. False if the gradient is to be kept instead."""
-        if self.accumulating:
-            return False
         self._mmu.engine.transfers.forget_sent()
         with self._lock:
-            owner = self._owner_of(binding)
+            self._forget_before_load()
+            if torch._C._current_graph_task_id() not in self._open:
+                self._owners = {}  # the user may have moved parameters between groups since
+            owner = None if self.accumulating else self._owner_of(binding)
             if owner is None:
                 return False
-            if self._torn.num_loads != self._loads_seen:
-                self._forget()
             self._torn.check()
             self._enter_backward()
             if binding in self._stepped:
@@ -161,6 +160,7 @@ class BackwardUpdates:
         update = self._updates.get(adopted) or self._cutters.get(adopted)
         if update is None:
             update = self._cutters[adopted] = Update(adopted, collect=False)
+            update.end()  # it steps nothing: the user may drop the optimizer
         return update
 
     # -- ahead of the gradients --------------------------------------------------------------------
@@ -201,7 +201,8 @@ class BackwardUpdates:
                     unit.comes_with(None)
                     self._ahead.append(unit)
         for unit in self._ahead:
-            if not staging.holds(unit) and not unit.fetch(self._owners[unit.progress.binding][0]):
+            owner = self._owner_of(unit.progress.binding)
+            if owner is not None and not staging.holds(unit) and not unit.fetch(owner[0]):
                 return
 
     # -- the step ----------------------------------------------------------------------------------
@@ -216,6 +217,7 @@ class BackwardUpdates:
 
     def check_whole(self) -> None:
         """Raise TornStateError if a backward stopped half way."""
+        self._forget_before_load()
         if self._open - {torch._C._current_graph_task_id()}:
             self._torn.mark("An exception ended a backward in which parameters were updated.")
             self._open.clear()
@@ -232,7 +234,7 @@ class BackwardUpdates:
         """All optimizers have stepped: the next backward begins anew, most likely in the same order."""
         with self._lock:
             # What came under accumulate() only was used up by step(); zero_grad() does not see it.
-            for binding in self._owners:
+            for binding in [found for known in self._optimizers() for found in known.bindings()]:
                 if binding not in self._stepped and binding.gradient is not None:
                     self._mmu.gradients.set(binding, None)
             self._seen.clear()
@@ -252,8 +254,10 @@ class BackwardUpdates:
             # The first states of the next backward are on their way while its forward runs.
             self._fetch_ahead()
 
-    def _forget(self) -> None:
-        """Values were loaded: nothing of the step under way counts."""
+    def _forget_before_load(self) -> None:
+        """If values were loaded, nothing of the step that was under way counts."""
+        if self._torn.num_loads == self._loads_seen:
+            return
         self._loads_seen = self._torn.num_loads
         self._open.clear()
         self.end_step()

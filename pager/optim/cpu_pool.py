@@ -42,13 +42,15 @@ SLICE_ELEMENTS = 256 * 1024
 ALIGNMENT = 64
 
 
-def cut_into_slices(num_elements: int, num_threads: int = 1) -> list[tuple[int, int]]:
-    """``[begin, end)`` of the slices of an extent: at most `SLICE_ELEMENTS` long, alike, one per thread at least.
+def cut_into_slices(
+    num_elements: int, num_threads: int = 1, *, longest: int = SLICE_ELEMENTS
+) -> list[tuple[int, int]]:
+    """``[begin, end)`` of the slices of an extent: at most ``longest`` elements, alike, one per thread at least.
 
     Fewer where a slice would be under 16 Ki elements, which cost a thread more to take than to do.
     """
     most = max(1, num_elements // (SLICE_ELEMENTS // 16))
-    wanted = min(most, max(num_threads, ceil_div(num_elements, SLICE_ELEMENTS)))
+    wanted = min(most, max(num_threads, ceil_div(num_elements, longest)))
     length = ceil_div(ceil_div(num_elements, wanted), ALIGNMENT) * ALIGNMENT
     return [(begin, min(begin + length, num_elements)) for begin in range(0, num_elements, max(1, length))]
 

@@ -259,7 +259,10 @@ class _Job:
         scalars = values.scalars()
         slices = [
             _Slice(kernel, begin, end, scalars)
-            for begin, end in cut_into_slices(segment.num_elements, pool.num_threads)
+            # One for each thread: to take the next one a thread needs the GIL, which the training wants too.
+            for begin, end in cut_into_slices(
+                segment.num_elements, pool.num_threads, longest=segment.num_elements
+            )
         ]
         self._handle = pool.submit(slices, wait=self._wait, done=self._done)
 

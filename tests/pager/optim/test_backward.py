@@ -208,8 +208,8 @@ def test_looking_in_between_changes_nothing(way: str) -> None:
 @pytest.mark.parametrize("form", ["none", "zeros", "model", "never"])
 def test_every_way_to_zero_gradients(form: str) -> None:
     pair = make_pair()
-    pair.train(2)
-    for step in range(2, 5):
+    pair.train(1)
+    for step in range(1, 4):
         pair.plain.zero_grad()
         if form == "model":
             pair.model.zero_grad()
@@ -361,6 +361,15 @@ def test_an_optimizer_given_and_one_found(given: bool) -> None:
             one.step()
     model.pager.close()
     check_equal(dict(case.model.state_dict()), dict(model.state_dict()), "weights")
+
+
+def test_another_optimizer_takes_over() -> None:
+    pair = make_pair()
+    pair.train(2)
+    pair.optimizer = MAKERS["momentum"](list(pair.model.parameters()))
+    pair.plain.optimizer = MAKERS["momentum"](pair.plain.masters)
+    pair.train(3)
+    pair.close()
 
 
 def test_accumulate_ends_with_its_block() -> None:
@@ -549,12 +558,27 @@ def test_a_torn_model_refuses_the_next_backward() -> None:
     check_equal(before, copied(dict(pair.model.state_dict())), "nothing is updated any more")
 
 
-def test_loading_right_after_the_exception() -> None:
+@pytest.mark.parametrize("first", ["backward", "accumulated", "step"])
+def test_loading_right_after_the_exception(first: str) -> None:
     pair = make_pair()
     pair.train(2)
     saved = copied({"model": pair.model.state_dict(), "optimizer": pair.optimizer.state_dict()})
     fail_in_backward(pair, "hook")
-    heal(pair, saved)
+    pair.model.load_state_dict(saved["model"])
+    pair.optimizer.load_state_dict(saved["optimizer"])
+    if first == "step":
+        pair.optimizer.zero_grad()
+        pair.optimizer.step()
+    elif first == "accumulated":
+        pair.plain.zero_grad()
+        pair.optimizer.zero_grad()
+        train_step(pair.case, pair.plain.model, 30)
+        with pair.model.pager.accumulate():
+            train_step(pair.case, pair.model, 30)
+        pair.plain.step()
+        pair.optimizer.step()
+    pair.train(2)
+    pair.close()
 
 
 def test_the_class_raises_inside_backward() -> None:
