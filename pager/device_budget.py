@@ -121,7 +121,8 @@ class DeviceBudget:
         peak = self._device.allocator_peak_bytes()
         self._peak_allocator_bytes = max(self._peak_allocator_bytes, peak)
         self._device.reset_allocator_peak()
-        return self.allocator_bytes - self.headroom_bytes - peak
+        # A step that reached into the headroom is what the headroom is for.
+        return max(self.allocator_bytes - self.headroom_bytes - peak, 0)
 
     def peak_process_bytes(self) -> int:
         """The most the process took on the device since this budget was made; 0 on the simulated device.

@@ -202,6 +202,11 @@ class StepBoundary:
 
     def _give_slab_back(self, index: int) -> None:
         engine = self._engine
+        arena = engine.arena
+        wired = sum(run.num_bytes for run in engine.resident_runs() if run.wired)
+        largest = max((segment.num_pages for segment in engine.space.segments), default=1) * arena.page_size
+        if arena.capacity_bytes - arena.slab_bytes(index) < wired + SLAB_SEGMENTS * largest:
+            return  # what is left could not compute any more
         self._pagerd.pause()
         try:
             engine.give_up_kept()
