@@ -15,8 +15,8 @@ joining and splitting again changes nothing more. Infinities, zeros of both sign
 to infinity come back as they were; a NaN comes back as a NaN, not always with the same payload.
 
 On an accelerator every torch operation is one pass over memory. ``join`` is one (8 bytes per element moved: 4 read,
-4 written, the least there is), ``split`` four (30 bytes): bf16 cast 6, difference 10, saturation 8, narrowing 6. The trick
-behind the single pass: a constant of shape (1,) and dtype int32 takes part in type promotion, so that
+4 written, the least there is), ``split`` four (30 bytes): bf16 cast 6, difference 10, saturation 8, narrowing 6. The
+trick behind the single pass: a constant of shape (1,) and dtype int32 takes part in type promotion, so that
 ``addcmul`` reads int16 operands and computes in int32.
 """
 
