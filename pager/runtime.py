@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,9 +52,6 @@ from pager.step_boundary import Round, StepBoundary, fixed_distance
 from pager.tiers.device_arena import DeviceArena
 from pager.tiers.host_arena import HostArena
 from pager.units import format_bytes
-
-if TYPE_CHECKING:
-    from pager.optim.on_cpu import CpuUpdates
 
 logger = logging.getLogger("pager")
 
@@ -169,7 +166,8 @@ class Runtime:
                 self.torn,
                 optimizers=lambda: [known for known in self.optimizers if known.alive],
                 num_gradients=self.planner.num_gradients,
-                on_cpu=self._cpu_updates(),
+                update_on=config.update_on,
+                settle=self.paged.settle_gradient,
             )
             self.mmu.gradients.in_backward = self.in_backward
         self.residency = Residency(self.mmu, keeps_states=config.update_at == "backward")
@@ -188,15 +186,6 @@ class Runtime:
             self.paged.fits = True
             self.fitting = FittingModel(parameters, self.homes, self.device.torch_device, self._end_step)
             undo.callback(self.fitting.close)
-
-    def _cpu_updates(self) -> CpuUpdates | None:
-        """The CPU's part of the updates; all of them where it was asked for."""
-        if self.config.update_on == "device":
-            return None
-        from pager.optim.on_cpu import CpuUpdates  # needs numba, which takes its time
-
-        share = 1.0 if self.config.update_on == "cpu" else None
-        return CpuUpdates(self.mmu, self.torn, share=share, settle=self.paged.settle_gradient)
 
     def _probe(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> ConfigError | None:
         """What states there will be, for the bill; or why these optimizers cannot be paged."""

@@ -151,7 +151,8 @@ class Staging:
             frame = slot.frame
             for wanted in ranges:
                 run = Run(wanted.segment, wanted.first, wanted.num_pages, frame)
-                run.fence = dict(slot.fence)
+                if not slot.runs:
+                    run.fence = slot.fence  # the slot's; h2d keeps the order for the other runs
                 frame += wanted.num_pages
                 slot.runs.append(run)
             assert frame <= slot.frame + slot.num_frames, "a unit is larger than its slot"
@@ -213,7 +214,8 @@ class Staging:
             for run in written:
                 event = self._transfers.page_out(run)
                 if event is not None:
-                    merge_fence(slot.fence, {event.stream.index: event})
+                    # It comes after all use of the slot, and so stands for it.
+                    slot.fence = {event.stream.index: event}
             self._free(slot)
 
     def give_back(self, holder: object) -> None:
@@ -237,8 +239,9 @@ class Staging:
             stream.touch(run.region, write=run in written)
         event = stream.record()
         for run in slot.runs:
-            run.uses = {event.stream.index: event}
-        merge_fence(slot.fence, {event.stream.index: event})
+            # What the stream waited for before is behind this event.
+            run.ready, run.fence, run.uses = None, {}, {event.stream.index: event}
+        slot.fence = {event.stream.index: event}
 
     def _drop(self, slot: _Slot) -> None:
         for run in slot.runs:

@@ -22,7 +22,7 @@ from pager.optim import state_dict
 from pager.optim.deferred import Deferred
 from pager.optim.masters import LOW, Masters
 from pager.optim.probe import Cut, ProbeResult, admit, probe_key
-from pager.optim.shadow import move_state
+from pager.optim.shadow import GroupValues, move_state
 from pager.optim.torn import Torn
 from pager.optim.update import Update
 from pager.page_table import Home
@@ -173,11 +173,31 @@ class AdoptedOptimizer:
         dtype = self.stepped_dtype(binding)
         live = self.optimizer.state.get(binding.tensor, {}).items()
         others = [(k, str(v.dtype)) for k, v in live if type(v) is PagedTensor and v.dtype != dtype]
-        key = (*probe_key(group, dtype), tuple(sorted(others)))
+        key = (*self._group_key(group, dtype), tuple(sorted(others)))
         found = self._probed.get(key)
         if found is None:
             found = self._probed[key] = self._probe(group, binding)
         return found
+
+    @staticmethod
+    def _group_key(group: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
+        if not isinstance(group, GroupValues):
+            return probe_key(group, dtype)
+        key = group.probe_keys.get(dtype)
+        if key is None:
+            key = group.probe_keys[dtype] = probe_key(group, dtype)
+        return key
+
+    def cut_depends_on(self, group: Mapping[str, Any], binding: Binding) -> tuple[Any, ...]:
+        """What the units of a parameter's update depend on; equal answers mean equal units."""
+        live = self.optimizer.state.get(binding.tensor, {})
+        return (
+            binding.segment.index,
+            tuple(live),
+            tuple(state.segment.index for state in self.paged_states(binding).values()),
+            self.engine.staging.slot_bytes,
+            self._group_key(group, self.stepped_dtype(binding)),
+        )
 
     def _probe(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
         device = self.engine.device.torch_device

@@ -53,15 +53,21 @@ class BackwardUpdates:
         *,
         optimizers: Callable[[], Sequence[AdoptedOptimizer]],
         num_gradients: Callable[[int], int],
-        on_cpu: CpuUpdates | None = None,
+        update_on: str,
+        settle: Callable[[Binding], None],
     ) -> None:
+        """``update_on``: as in the config; ``settle`` gives a gradient a home, for what the CPU updates."""
         self._mmu = mmu
         self._torn = torn
         self._optimizers = optimizers
         # How often a parameter's gradient comes in one backward, by its gradient's segment.
         self._num_gradients = num_gradients
         self.accumulating = False
-        self.on_cpu = on_cpu
+        self.on_cpu: CpuUpdates | None = None
+        if update_on != "device":
+            from pager.optim.on_cpu import CpuUpdates  # needs numba, which takes its time
+
+            self.on_cpu = CpuUpdates(mmu, torn, share=1.0 if update_on == "cpu" else None, settle=settle)
         self._lock = threading.RLock()
         self._owners: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
         self._known_optimizers: list[AdoptedOptimizer] = []
@@ -124,13 +130,13 @@ class BackwardUpdates:
         if on_cpu is not None and on_cpu.take(adopted, group_index, binding, gradient):
             self._mmu.note([slot], Phase.GRADIENT, write=True)
             return
-        units: Sequence[PagedUnit | StreamedUnit] = update.units_of(group_index, binding)
+        units: Sequence[PagedUnit | StreamedUnit] = self._take_over(binding, update, group_index)
+        units = units or update.units_of(group_index, binding)
         direct = all(isinstance(unit, StreamedUnit) for unit in units) and is_plain
         if kept or not direct:
             self._mmu.gradients.add(binding, gradient)
         else:
             self._mmu.note([slot], Phase.GRADIENT, write=True)
-        units = self._take_over(binding, units)
         with isolated(update):
             for unit in units:
                 unit.is_noted = True  # the trace has updates after the backward, not in it
@@ -165,24 +171,16 @@ class BackwardUpdates:
 
     # -- ahead of the gradients --------------------------------------------------------------------
 
-    def _take_over(
-        self, binding: Binding, units: Sequence[PagedUnit | StreamedUnit]
-    ) -> list[PagedUnit | StreamedUnit]:
-        """The units of ``binding``: those whose states are on their way already, where they were made ahead."""
+    def _take_over(self, binding: Binding, update: Update, group_index: int) -> list[StreamedUnit]:
+        """The units of ``binding`` that were made ahead, their states on the way; none where they fit no more."""
         ahead = [unit for unit in self._ahead if unit.progress.binding is binding]
         if ahead:
             self._ahead = deque(unit for unit in self._ahead if unit.progress.binding is not binding)
-        same = len(ahead) == len(units) and all(
-            isinstance(unit, StreamedUnit) and unit.piece == known.piece
-            for unit, known in zip(units, ahead, strict=True)
-        )
-        if not same:
-            for known in ahead:
-                self._mmu.engine.staging.give_back(known)
-            return list(units)
-        for known in ahead:
-            known.progress = units[0].progress
-        return list(ahead)
+            if not update.adopt_units(group_index, binding, ahead):
+                for unit in ahead:
+                    self._mmu.engine.staging.give_back(unit)
+                ahead = []
+        return ahead
 
     def _fetch_ahead(self) -> None:
         staging = self._mmu.engine.staging

@@ -69,13 +69,26 @@ def _own_containers(value: Any) -> Any:
     return value
 
 
-def snapshot_group(group: Mapping[str, Any]) -> dict[str, Any]:
+class GroupValues(dict[str, Any]):
+    """The values of a parameter group as they were; nobody changes them, so what follows from them may be kept."""
+
+    __slots__ = ("probe_keys",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        # Of `pager.optim.probe.probe_key`, by dtype.
+        self.probe_keys: dict[torch.dtype, tuple[Any, ...]] = {}
+
+
+def snapshot_group(group: Mapping[str, Any]) -> GroupValues:
     """The values of a parameter group without its parameters; tensors (a tensor lr) are cloned."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+    return GroupValues(
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+    )
 
 
 def make_shadow(

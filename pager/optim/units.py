@@ -31,6 +31,7 @@ class Progress:
     """What the units of one parameter share.
 
     keys: those of its state, in the user's order.
+    depends_on: what the cut into units follows from.
     is_fresh: it has no state yet; the step makes it.
     has_master: the parameter is stepped in fp32; low_is_valid: its low bits are those of its present value.
     scalars: the values of its state that are not paged, as they were when the step began; each unit starts from them.
@@ -42,6 +43,7 @@ class Progress:
     num_units: int = 0
     done: set[int] = field(default_factory=set)
     state: dict[str, Any] | None = None
+    depends_on: tuple[Any, ...] = ()
     is_fresh: bool = False
     has_master: bool = False
     low_is_valid: bool = False

@@ -127,14 +127,7 @@ class Update:
         probed = adopted.probed(group, binding)
         adopted.fit_states(binding, probed)
         pieces = cut(adopted, group, binding)
-        masters = adopted.masters
-        progress = Progress(
-            binding,
-            group_index,
-            num_units=len(pieces),
-            has_master=masters.has(binding),
-            low_is_valid=masters.are_valid(binding),
-        )
+        progress = self._progress(group_index, binding, len(pieces))
         sliced = not any(piece.whole for piece in pieces)
         states = {state.segment.index for state in adopted.paged_states(binding).values()}
         if sliced and not self.writes_gradients and can_stream(adopted, binding, probed.state_dtypes):
@@ -143,6 +136,28 @@ class Update:
             return [StreamedUnit(progress, piece) for piece in pieces]
         adopted.engine.streamed -= states
         return [PagedUnit(progress, piece) for piece in pieces]
+
+    def _progress(self, group_index: int, binding: Binding, num_units: int) -> Progress:
+        masters = self.adopted.masters
+        return Progress(
+            binding,
+            group_index,
+            num_units=num_units,
+            has_master=masters.has(binding),
+            low_is_valid=masters.are_valid(binding),
+            depends_on=self.adopted.cut_depends_on(self.groups[group_index], binding),
+        )
+
+    def adopt_units(self, group_index: int, binding: Binding, units: list[StreamedUnit]) -> bool:
+        """Let units that were made ahead be those of this step; False if it would cut the parameter otherwise."""
+        made = units[0].progress
+        progress = self._progress(group_index, binding, len(units))
+        if made.num_units != len(units) or made.depends_on != progress.depends_on or self.writes_gradients:
+            return False
+        progress.keep_scalars(self.adopted)
+        for unit in units:
+            unit.progress = progress
+        return True
 
     @property
     def is_over(self) -> bool:

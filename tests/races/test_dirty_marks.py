@@ -185,16 +185,18 @@ def step_under_a_graph(
     pager.manage(
         model, optimizer, device="cpu", page_size="16KiB", device_budget=budget, checks=checks, **knobs
     )
-    x = torch.ones(1, 96, requires_grad=True)
-    for _ in range(2):  # the first step makes the states
-        optimizer.zero_grad()
+    try:
+        x = torch.ones(1, 96, requires_grad=True)
+        for _ in range(2):  # the first step makes the states
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        before = model(x).sum()
         model(x).sum().backward()
         optimizer.step()
-    before = model(x).sum()
-    model(x).sum().backward()
-    optimizer.step()
-    expect_refusal(before)
-    handle_of(model).close()
+        expect_refusal(before)
+    finally:
+        handle_of(model).close()
 
 
 CONTROLS: dict[str, Callable[[], None]] = {
