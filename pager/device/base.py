@@ -35,6 +35,7 @@ import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -198,7 +199,7 @@ class Device(ABC):
 
     @abstractmethod
     def wrap(
-        self, slab: torch.Tensor, offset: int, num_bytes: int, on_release: Callable[[], None]
+        self, slab: torch.Tensor, offset: int, num_bytes: int, on_release: Callable[[], None] | Note
     ) -> torch.Tensor:
         """Bytes ``[offset, offset + num_bytes)`` of ``slab`` as a uint8 1-D tensor with a storage of its own.
 
@@ -299,23 +300,55 @@ class _Watch(weakref.ref):
     """A weak reference that stays alive until its referent dies, and then calls ``on_release`` once."""
 
     __slots__ = ("on_release",)
-    on_release: Callable[[], None]
+    on_release: Callable[[], None] | Note
 
 
 _watches: dict[int, _Watch] = {}
 
 
+class Note:
+    """An ``on_release`` that runs no line of Python: a signal's handler cannot come in between and be lost there.
+
+    When the owner dies, ``queue`` gets a weak reference, for which :meth:`take` gives ``what``. ``kept`` holds the
+    references until then; who drops it is told nothing more.
+    """
+
+    __slots__ = ("kept", "queue", "what")
+
+    def __init__(self, queue: SimpleQueue[Any], what: object, kept: dict[int, Any]) -> None:
+        self.queue = queue
+        self.what = what
+        self.kept = kept
+
+    @staticmethod
+    def take(found: Any) -> Any:
+        """What a reference from the queue stands for; anything else stands for itself."""
+        if not isinstance(found, _Watch):
+            return found
+        note = found.on_release
+        assert isinstance(note, Note)
+        note.kept.pop(id(found), None)
+        return note.what
+
+
 def _released(watch: _Watch) -> None:
     del _watches[id(watch)]
-    watch.on_release()
+    on_release = watch.on_release
+    assert not isinstance(on_release, Note)
+    on_release()
 
 
-def call_on_release(owner: object, on_release: Callable[[], None]) -> None:
+def call_on_release(owner: object, on_release: Callable[[], None] | Note) -> None:
     """Call ``on_release`` once when ``owner`` dies, also where it dies in a collected cycle.
 
     The reference is kept by this module, not by the device: a device dropped before its tensors must not lose
     their release. `weakref.finalize` would do the same at several times the cost and run at exit as well.
     """
+    if isinstance(on_release, Note):
+        watch = _Watch(owner, on_release.queue.put)
+        watch.on_release = on_release
+        on_release.kept[id(watch)] = watch
+        return
     watch = _Watch(owner, _released)
     watch.on_release = on_release
     _watches[id(watch)] = watch

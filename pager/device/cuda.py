@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pager.device.base import SLAB_ALIGNMENT, Device, Event, LinkDirection, Stream, call_on_release
+from pager.device.base import SLAB_ALIGNMENT, Device, Event, LinkDirection, Note, Stream, call_on_release
 from pager.device.happens_before import HappensBefore
 from pager.errors import PagerClosed, TierError
 from pager.units import format_bytes
@@ -276,7 +276,7 @@ class CudaDevice(Device):
         return slab
 
     def wrap(
-        self, slab: torch.Tensor, offset: int, num_bytes: int, on_release: Callable[[], None]
+        self, slab: torch.Tensor, offset: int, num_bytes: int, on_release: Callable[[], None] | Note
     ) -> torch.Tensor:
         if offset < 0 or num_bytes <= 0 or offset + num_bytes > slab.numel():
             raise ValueError(f"bytes {offset}..{offset + num_bytes} of a slab of {slab.numel()} bytes")

@@ -45,7 +45,16 @@ import psutil
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pager.device.base import SLAB_ALIGNMENT, Device, Event, LinkDirection, SkipWait, Stream, call_on_release
+from pager.device.base import (
+    SLAB_ALIGNMENT,
+    Device,
+    Event,
+    LinkDirection,
+    Note,
+    SkipWait,
+    Stream,
+    call_on_release,
+)
 from pager.device.happens_before import HappensBefore
 from pager.errors import ConfigError, PagerClosed, RaceError
 
@@ -274,7 +283,7 @@ class SimulatedDevice(Device):
         return torch.from_numpy(slab.bytes_at(address, num_bytes))
 
     def wrap(
-        self, slab: torch.Tensor, offset: int, num_bytes: int, on_release: Callable[[], None]
+        self, slab: torch.Tensor, offset: int, num_bytes: int, on_release: Callable[[], None] | Note
     ) -> torch.Tensor:
         if offset < 0 or num_bytes <= 0 or offset + num_bytes > slab.numel():
             raise ValueError(f"bytes {offset}..{offset + num_bytes} of a slab of {slab.numel()} bytes")

@@ -18,12 +18,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from pager.device.base import Region
+from pager.device.base import Note, Region
 from pager.engine.checked_policy import CheckedPolicy
 from pager.engine.reclaim import Reclaimer
 from pager.engine.run import Run
@@ -88,7 +88,9 @@ class Leases:
         self._poison = poison
         self._runs: dict[int, list[Run]] = {}
         self._versions: dict[int, Callable[[], int]] = {}
-        self._released: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        # Runs, and references to dead owners of leases on runs.
+        self._released: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._noted: dict[int, Any] = {}
         self._evicted_once: set[int] = set()
 
     # -- runs --------------------------------------------------------------------------------------
@@ -181,8 +183,8 @@ class Leases:
 
     def lease(self, run: Run) -> torch.Tensor:
         """The pinned run as a fresh uint8 tensor; takes over one pin, given back when its last view dies."""
-        release = self._released.put
-        return self.arena.lease(run.frame, run.num_bytes, lambda: release(run))
+        note = Note(self._released, run, self._noted)
+        return self.arena.lease(run.frame, run.num_bytes, note)
 
     def release(self, run: Run) -> None:
         """Give back a pin that no lease took over."""
@@ -199,7 +201,7 @@ class Leases:
         released: list[Run] = []
         while True:
             try:
-                released.append(self._released.get_nowait())
+                released.append(Note.take(self._released.get_nowait()))
             except queue.Empty:
                 break
         with self.lock:

@@ -30,7 +30,7 @@ from pager.errors import PagerInternalError
 if TYPE_CHECKING:
     import torch
 
-    from pager.device.base import Device, Event
+    from pager.device.base import Device, Event, Note
 
 Fence = dict[int, "Event"]
 
@@ -143,7 +143,7 @@ class DeviceArena:
         offset = (frame - slab.first_frame) * self.page_size
         return slab.memory[offset : offset + num_bytes]
 
-    def lease(self, frame: int, num_bytes: int, on_release: Callable[[], None]) -> torch.Tensor:
+    def lease(self, frame: int, num_bytes: int, on_release: Callable[[], None] | Note) -> torch.Tensor:
         """A fresh uint8 tensor over the frames with its own storage; ``on_release`` runs when its last view
         dies.
         """

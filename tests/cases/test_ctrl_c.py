@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -137,4 +138,23 @@ def test_a_signal_while_notes_of_dead_leases_are_worked_off(
         with pytest.raises(Struck):
             engine.drain()
     assert [run.pins for param in params for run in engine.runs_of(param._pager.segment)] == [0, 0]
+    check_goes_on(model, optimizer, make(), done=1)
+
+
+@pytest.mark.parametrize("microseconds", [300, 700, 1100, 1900, 2900, 4300])
+def test_a_timeout_anywhere_in_a_step(microseconds: int) -> None:
+    """An alarm clock that rings again and again while steps run."""
+    model, optimizer = make_managed()
+    step(model, optimizer)
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        for _ in range(10):
+            with contextlib.suppress(Struck):
+                signal.setitimer(signal.ITIMER_REAL, microseconds / 1e6)
+                model(X).square().mean().backward()
+                signal.setitimer(signal.ITIMER_REAL, 0)  # inside: it may ring just now
+            assert signal.getsignal(signal.SIGALRM) is strike
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
     check_goes_on(model, optimizer, make(), done=1)
