@@ -212,6 +212,8 @@ class Staging:
             stream = self._device.current_stream()
             self._note_use(slot, stream, written)
             for run in written:
+                self._drop_copies(run, slot)
+            for run in written:
                 event = self._transfers.page_out(run)
                 if event is not None:
                     # It comes after all use of the slot, and so stands for it.
@@ -233,6 +235,15 @@ class Staging:
             for slot in list(self._held.values()):
                 if not slot.taken and any(run.segment is segment for run in slot.runs):
                     self._drop(slot)
+
+    def _drop_copies(self, written: Run, slot: _Slot) -> None:
+        """What other slots were fetched of the pages of a run is old now."""
+        for other in list(self._held.values()):
+            if other is not slot and any(
+                run.segment is written.segment and run.overlaps(written.first, written.num_pages)
+                for run in other.runs
+            ):
+                self._drop(other)
 
     def _note_use(self, slot: _Slot, stream: Stream, written: Sequence[Run]) -> None:
         for run in slot.runs:

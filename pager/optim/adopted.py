@@ -85,6 +85,7 @@ class AdoptedOptimizer:
         self.deferred: Deferred | None = None
         self._gradients_seen = -1
         self._hooks: list[Any] = []
+        self.masters.check_loaded()
         for binding, result in self._check_groups():
             self._make_room(binding, result)
         self.page_existing_state()

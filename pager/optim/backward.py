@@ -97,6 +97,8 @@ class BackwardUpdates:
                 return False
             self._torn.check()
             self._enter_backward()
+            if binding in self._stepped and self._open - {torch._C._current_graph_task_id()}:
+                self.check_whole()
             if binding in self._stepped:
                 self._torn.mark(f"{binding.name}: a second backward came before optimizer.step().")
                 raise ConfigError(

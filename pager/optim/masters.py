@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pager.errors import ConfigError
 from pager.mmu import values
 from pager.optim.master import join, split
 
@@ -50,11 +51,28 @@ class Masters:
         """Whether a paged parameter is stepped through a master."""
         return self.enabled and binding.segment.dtype == torch.bfloat16
 
+    def check_loaded(self) -> None:
+        """Refuse states that torch's ``load_state_dict`` has rounded, because it did not know of masters yet."""
+        optimizer = self._adopted.optimizer
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params if self.enabled else ():
+            for key, value in optimizer.state.get(param, {}).items() if param.dtype == torch.bfloat16 else ():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype == torch.bfloat16:
+                    raise ConfigError(
+                        f"{key} of {type(optimizer).__name__} is bfloat16, but master='float32' steps bf16 "
+                        "parameters in fp32. Where it comes from a checkpoint, load_state_dict() has rounded it: "
+                        "pass the optimizer to pager.manage(model, optimizer) before loading, or step it once."
+                    )
+
     # -- paged -------------------------------------------------------------------------------------
 
     def are_valid(self, binding: Binding) -> bool:
         """Whether the low bits belong to the parameter's value."""
         return self._versions.get(binding) == binding.version()
+
+    def knows(self, binding: Binding) -> bool:
+        """Whether a step has made the parameter's master."""
+        return binding in self._versions
 
     def written(self, binding: Binding) -> None:
         """An update has written, or is about to be seen as having written, parameter and low bits."""
@@ -103,6 +121,10 @@ class Masters:
     def has_small(self, param: torch.Tensor) -> bool:
         """Whether an ordinary parameter is stepped through a master."""
         return self.enabled and param.dtype == torch.bfloat16
+
+    def knows_small(self, param: torch.Tensor) -> bool:
+        """Whether a step has made the master of an ordinary parameter."""
+        return param in self._small
 
     def small(self, param: torch.Tensor) -> torch.Tensor:
         """A copy of a small parameter's master, fp32, where the parameter is."""

@@ -71,13 +71,17 @@ def _shown(adopted: AdoptedOptimizer, state_dict: dict[str, Any]) -> dict[str, A
 def _show_masters(adopted: AdoptedOptimizer, shown: dict[str, Any]) -> None:
     params = chain.from_iterable(group["params"] for group in adopted.optimizer.param_groups)
     for index, param in enumerate(params):
-        state = shown["state"].get(index)
+        state = shown["state"].get(index, {})
         binding = adopted.binding_of(param)
         if not isinstance(state, dict):
             continue
-        if binding is not None and adopted.masters.has(binding):
-            state[MASTER] = adopted.masters.whole(binding)
-        elif binding is None and adopted.masters.has_small(param):
+        if binding is not None and adopted.masters.has(binding) and (state or adopted.masters.knows(binding)):
+            shown["state"][index] = {**state, MASTER: adopted.masters.whole(binding)}
+        elif (
+            binding is None
+            and adopted.masters.has_small(param)
+            and (state or adopted.masters.knows_small(param))
+        ):
             shown["state"][index] = {**state, MASTER: adopted.masters.small(param).cpu()}
 
 

@@ -63,6 +63,7 @@ class StreamedUnit:
     __slots__ = (
         "_brings_gradient",
         "_gradient_tensor",
+        "_is_done",
         "_keys",
         "_stages_gradient",
         "is_noted",
@@ -74,6 +75,8 @@ class StreamedUnit:
         self.progress = progress
         self.piece = piece
         self.is_noted = False
+        # Set together with the commit: an interrupt that was held back comes right after it, and must not repeat it.
+        self._is_done = False
         # In backward: the gradient comes from autograd, so it is not fetched, and may never be in its segment.
         self._brings_gradient = False
         self._gradient_tensor: torch.Tensor | None = None
@@ -122,6 +125,8 @@ class StreamedUnit:
 
     def run(self, update: Update) -> None:
         """Step the slice; all of it, or nothing."""
+        if self._is_done:
+            return
         adopted = update.adopted
         self.note(adopted)
         staging = adopted.engine.staging
@@ -240,6 +245,7 @@ class StreamedUnit:
                 for run in written:
                     engine.table.store_home(run.begin, run.end)
         self.progress.finish_one(update, self.piece, new)
+        self._is_done = True
 
     def _gradient(
         self, engine: Engine, binding: Binding, staged: list[Run], leases: list[torch.Tensor]

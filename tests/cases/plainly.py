@@ -41,6 +41,8 @@ class Plain:
             for param in self.params
         ]
         self.optimizer = make(self.masters)
+        # Of parameters that were stepped, by id.
+        self._stepped: set[int] = set()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -55,6 +57,7 @@ class Plain:
         self.optimizer.step()
         for param, master in self._pairs():
             if param.grad is not None:
+                self._stepped.add(id(param))
                 param.copy_(master)
                 if num_pages(param):
                     _move_ties(param, master)
@@ -70,8 +73,8 @@ class Plain:
         """The optimizer's state by index, masters among it, as `pager` shows it."""
         state: dict[int, dict[str, Any]] = copied(self.optimizer.state_dict()["state"])
         for index, (param, master) in enumerate(zip(self.params, self.masters, strict=True)):
-            if master is not param and index in state:
-                state[index]["master"] = copied(master)
+            if master is not param and (index in state or id(param) in self._stepped):
+                state.setdefault(index, {})["master"] = copied(master)
         return state
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
