@@ -425,6 +425,7 @@ class AdoptedOptimizer:
             for key, value in state.items() if isinstance(state, dict) else ():
                 if type(value) is PagedTensor and value._pager.mmu is self.mmu:
                     state[key] = tensor_of(value._pager)
+        self.masters.end()
         move_state(self.optimizer, torch.device("cpu"))
         for hook in self._hooks:
             hook.remove()

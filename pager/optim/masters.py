@@ -12,6 +12,7 @@ than half a unit in the last place.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pager.errors import ConfigError
 from pager.mmu import values
 from pager.optim.master import join, split
+
+logger = logging.getLogger("pager.optim")
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -115,6 +118,25 @@ class Masters:
         values.store(mmu, binding, weight)
         values.store(mmu, self._adopted.make_state(binding, LOW, torch.int16), low)
         self.written(binding)
+
+    def end(self) -> None:
+        """The optimizer is ordinary again: torch steps bf16 parameters with states of their dtype."""
+        if not self.enabled:
+            return
+        optimizer = self._adopted.optimizer
+        num_rounded = 0
+        for param, state in optimizer.state.items():
+            for key, value in state.items() if param.dtype == torch.bfloat16 else ():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype == torch.float32:
+                    state[key] = value.to(torch.bfloat16)
+                    num_rounded += 1
+        if num_rounded:
+            logger.warning(
+                "close() ends the fp32 masters of %s and rounds its %d fp32 states to bfloat16, which torch steps bf16 "
+                "parameters with; to train on exactly, save optimizer.state_dict() before close()",
+                type(optimizer).__name__,
+                num_rounded,
+            )
 
     # -- small -------------------------------------------------------------------------------------
 

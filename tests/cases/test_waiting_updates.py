@@ -158,3 +158,18 @@ def test_a_backward_after_one_that_ended_in_an_exception_says_torn() -> None:
     with pytest.raises(TornStateError, match="ended a backward"):
         backward(model, 3)
     model.pager.close()
+
+
+def test_close_ends_masters_aloud_and_leaves_an_optimizer_that_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    manage(model, optimizer=optimizer, master="float32")
+    train(model, optimizer, range(2))
+    handle: Any = model.pager
+    handle.close()
+    assert "save optimizer.state_dict() before close()" in caplog.text
+    train(model, optimizer, range(2, 3))
+    first: Any = next(model.parameters())
+    assert optimizer.state[first]["exp_avg"].dtype == torch.bfloat16
