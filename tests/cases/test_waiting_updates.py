@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,6 +58,15 @@ def check_equal(found: nn.Module, expected: nn.Module) -> None:
     assert [key for key, value in values_of(found).items() if not torch.equal(value, wanted[key])] == []
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt; in the background of a shell it would arrive ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_an_interrupt_held_back_by_a_commit_does_not_repeat_it(
     call: int, monkeypatch: pytest.MonkeyPatch
@@ -72,8 +83,6 @@ def test_an_interrupt_held_back_by_a_commit_does_not_repeat_it(
         original(staging, *args)
         calls += 1
         if calls == call:
-            import signal
-
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
