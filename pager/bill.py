@@ -96,6 +96,14 @@ def fits(wanted: list[Wanted], page_size: int, arena_bytes: int) -> bool:
     return total <= arena_bytes - arena_bytes // 16
 
 
+def may_wire(config: Config, wanted: list[Wanted], budget: DeviceBudget) -> bool:
+    """Whether the device may be a home. What the CPU updates has its home in host memory; it stays on the device all
+    the same, if all parameters can.
+    """
+    parameters = sum(item.num_bytes for item in wanted if item.kind == "parameter")
+    return config.update_on == "device" or parameters > budget.limit_bytes * 3 // 4
+
+
 def check_largest(wanted: list[Wanted], page_size: int, arena_bytes: int, budget: DeviceBudget) -> None:
     """Refuse a budget in which the largest tensor has no room. Raises BudgetError with its name and the bytes."""
     if not wanted:

@@ -130,14 +130,12 @@ class Runtime:
         self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
         if self.disk is not None:
             undo.callback(self.disk.close)
-        # What the CPU updates has its home in host memory; it stays on the device all the same, if all of it can.
-        weights = sum(item.num_bytes for item in wanted if item.kind == "parameter")
         self.homes.plan(
             wanted,
             arena_bytes=arena_bytes,
             host_bytes=host_bytes,
             disk_bytes=disk_bytes,
-            wires=config.update_on == "device" or weights > self.budget.limit_bytes * 3 // 4,
+            wires=bill.may_wire(config, wanted, self.budget),
         )
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
@@ -159,17 +157,7 @@ class Runtime:
         self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient, self.paged.settle_gradient)
         self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
-        self.in_backward: BackwardUpdates | None = None
-        if config.update_at == "backward":
-            self.in_backward = BackwardUpdates(
-                self.mmu,
-                self.torn,
-                optimizers=lambda: [known for known in self.optimizers if known.alive],
-                num_gradients=self.planner.num_gradients,
-                update_on=config.update_on,
-                settle=self.paged.settle_gradient,
-            )
-            self.mmu.gradients.in_backward = self.in_backward
+        self.in_backward = self.mmu.gradients.in_backward = self._updates_in_backward()
         self.residency = Residency(self.mmu, keeps_states=config.update_at == "backward")
         self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")
         self.boundary = StepBoundary(
@@ -186,6 +174,18 @@ class Runtime:
             self.paged.fits = True
             self.fitting = FittingModel(parameters, self.homes, self.device.torch_device, self._end_step)
             undo.callback(self.fitting.close)
+
+    def _updates_in_backward(self) -> BackwardUpdates | None:
+        if self.config.update_at == "step":
+            return None
+        return BackwardUpdates(
+            self.mmu,
+            self.torn,
+            optimizers=lambda: [known for known in self.optimizers if known.alive],
+            num_gradients=self.planner.num_gradients,
+            update_on=self.config.update_on,
+            settle=self.paged.settle_gradient,
+        )
 
     def _probe(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> ConfigError | None:
         """What states there will be, for the bill; or why these optimizers cannot be paged."""

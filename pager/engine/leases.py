@@ -71,7 +71,7 @@ class Leases:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.reclaimer = Reclaimer(self)
-        self.staging = Staging(device, arena, table, transfers, arena_lock=self.lock, poison=poison)
+        self.staging = Staging(device, arena, transfers, arena_lock=self.lock, poison=poison)
         self.failure: BaseException | None = None
         self.demand = 0
         self.moves = 0

@@ -28,9 +28,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pager.device.base import Region
 from pager.engine.run import Run
 from pager.interrupts import uninterrupted
-from pager.page_table import Home
 from pager.tiers.device_arena import Fence, merge_fence
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pager.address_space import Segment
     from pager.device.base import Device, Stream
     from pager.engine.transfer import Transfers
-    from pager.page_table import PageTable
     from pager.tiers.device_arena import DeviceArena
 
 
@@ -76,7 +75,6 @@ class Staging:
         self,
         device: Device,
         arena: DeviceArena,
-        table: PageTable,
         transfers: Transfers,
         *,
         arena_lock: AbstractContextManager[Any],
@@ -85,7 +83,6 @@ class Staging:
         """``arena_lock``: the engine's, which guards the arena; taken under this object's own, never the reverse."""
         self._device = device
         self._arena = arena
-        self._table = table
         self._transfers = transfers
         self._arena_lock = arena_lock
         self._poison = poison
@@ -271,8 +268,6 @@ class Staging:
         slot.taken = False
         slot.runs = []
         if self._poison:
-            from pager.device.base import Region
-
             h2d = self._device.h2d
             for event in slot.fence.values():
                 h2d.wait(event)
@@ -280,10 +275,3 @@ class Staging:
             h2d.fill(memory, 0xFF, writes=Region("device", slot.frame, slot.frame + slot.num_frames))
             event = h2d.record()
             slot.fence = {event.stream.index: event}
-
-    def can_hold(self, segments: Sequence[Segment]) -> bool:
-        """Whether the homes of these segments are where staging works from: host memory.
-
-        A disk would make the host wait; pagerd hides that for ordinary residents.
-        """
-        return all(int(self._table.home[segment.first_page]) == Home.HOST for segment in segments)

@@ -301,13 +301,13 @@ class _Job:
         handle = self._handle
         if handle is None:
             return
-        if not handle.is_done():
-            began = time.perf_counter()
+        began = time.perf_counter()
+        try:
             handle.result()
+        finally:
+            if handle.is_done() and binding.pending is self:
+                binding.pending = None
             self._engine.counters.add(stall_seconds=time.perf_counter() - began)
-        if binding.pending is self:
-            binding.pending = None
-        handle.result()
 
     def is_released(self, binding: Binding) -> bool:
         """The gradient was used up; nobody can see it."""

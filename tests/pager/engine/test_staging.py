@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pager.engine.staging import Range
-from pager.page_table import Home
 from tests.engine_rig import PAGE, Bytes, Rig, make_filled, make_values
 from tests.races.scenarios import check_bytes
 
@@ -270,16 +269,6 @@ def test_a_failed_fetch_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) ->
     staging.give_back(unit)
     assert staging.release()
     check_bytes(rig.read(1), values[1], "in the same frames")
-    rig.close()
-
-
-def test_only_homes_in_host_memory_are_staged(tmp_path: Any) -> None:
-    rig = Rig([PAGE] * 3, arena_frames=4, homes=[Home.HOST, Home.DISK, Home.DEVICE], disk_folder=tmp_path)
-    staging, segments = rig.engine.staging, rig.segments
-    assert staging.can_hold([])
-    assert staging.can_hold(segments[:1])
-    assert not staging.can_hold(segments[:2])
-    assert not staging.can_hold(segments[2:])
     rig.close()
 
 
