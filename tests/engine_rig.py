@@ -173,7 +173,7 @@ class Rig:
 
     def close(self) -> None:
         """Give everything back, in the order of the runtime."""
-        for stream in (self.device.compute, self.device.h2d, self.device.d2h):
+        for stream in (self.device.compute, self.device.h2d, self.device.d2h, self.device.poison):
             stream.synchronize()
         self.host.close()
         if self.disk is not None:

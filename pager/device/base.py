@@ -11,9 +11,9 @@ run instead of the thousandth.
 
 The protocol.
 
-1. Each direction of the link has one stream: ``device.h2d`` brings pages in, ``device.d2h`` takes them out.
-   The compute stream is the calling thread's own (``device.current_stream()``): torch puts kernels there by
-   itself.
+1. Each direction of the link has one stream: ``device.h2d`` brings pages in, ``device.d2h`` takes them out, and
+   ``device.poison`` overwrites freed frames, where that is asked for. The compute stream is the calling thread's
+   own (``device.current_stream()``): torch puts kernels there by itself.
 2. ``stream.copy`` and ``stream.fill`` name the frames they read and write as `Region`; work that torch does
    by itself on the compute stream is told by ``stream.touch``, what the host does by ``device.host_touch``. A
    tensor that is not made of frames (a gradient of the allocator) has region None, and must live until the
@@ -186,6 +186,7 @@ class Device(ABC):
     is_simulated: bool
     h2d: Stream
     d2h: Stream
+    poison: Stream
     checker: HappensBefore | None
     skip_wait: SkipWait | None = None
 

@@ -229,6 +229,7 @@ class CudaDevice(Device):
         self.current_stream()
         self.h2d = self._new_stream("h2d", torch.cuda.Stream(self.torch_device))
         self.d2h = self._new_stream("d2h", torch.cuda.Stream(self.torch_device))
+        self.poison = self._new_stream("poison", torch.cuda.Stream(self.torch_device))
 
     def _new_stream(self, name: str, native: torch.cuda.Stream) -> CudaStream:
         stream = CudaStream(self, name, self._num_streams, native)
@@ -267,7 +268,7 @@ class CudaDevice(Device):
         # that stream comes after them. Ours is used on other streams: so they wait, and torch is told to ask
         # them before it hands the slab to somebody else.
         ready = self.current_stream().record()
-        for stream in (self.h2d, self.d2h):
+        for stream in (self.h2d, self.d2h, self.poison):
             assert isinstance(stream, CudaStream)
             stream.wait(ready)
             slab.record_stream(stream.native)
@@ -386,7 +387,7 @@ class CudaDevice(Device):
         if self._is_closed:
             return
         self._is_closed = True
-        for stream in (self.h2d, self.d2h):
+        for stream in (self.h2d, self.d2h, self.poison):
             assert isinstance(stream, CudaStream)
             stream.native.synchronize()
 

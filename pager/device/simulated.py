@@ -226,6 +226,7 @@ class SimulatedDevice(Device):
         self.compute = SimulatedStream(self, "compute", 0)
         self.h2d = SimulatedStream(self, "h2d", 1)
         self.d2h = SimulatedStream(self, "d2h", 2)
+        self.poison = SimulatedStream(self, "poison", 3)
         self._stall_seconds = 0.0
         self._slabs: _Ranges[_Slab] = _Ranges()
         self._registered: _Ranges[bool] = _Ranges()
@@ -348,7 +349,7 @@ class SimulatedDevice(Device):
         with self.lock:
             if self.is_closed:
                 return
-            for stream in (self.h2d, self.d2h):
+            for stream in (self.h2d, self.d2h, self.poison):
                 assert isinstance(stream, SimulatedStream)
                 self.run_until(stream, stream.num_put)
             self.is_closed = True

@@ -12,8 +12,9 @@ The lock is held for microseconds and never over a copy, an I/O, a callback or a
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pager.engine.leases import Leases
@@ -170,15 +171,8 @@ class Faults(Leases):
         None if another thread was faster. Raises NoRoom.
         """
         demand = sooner_than is None
-        if demand:
-            with self.lock:
-                self.demand += 1
-        try:
+        with self._as_demand() if demand else contextlib.nullcontext():
             run = self._place(segment, first, num_pages, overwrite=overwrite, sooner_than=sooner_than)
-        finally:
-            if demand:
-                with self.lock:
-                    self.demand -= 1
         if run is None:
             return None
         done = False
@@ -205,6 +199,17 @@ class Faults(Leases):
                     self.forget_run(run)
                 self.changed.notify_all()
         return run
+
+    @contextlib.contextmanager
+    def _as_demand(self) -> Iterator[None]:
+        """While this lasts pagerd takes no frames."""
+        with self.lock:
+            self.demand += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.demand -= 1
 
     def _place(
         self, segment: Segment, first: int, num_pages: int, *, overwrite: bool, sooner_than: int | None
@@ -255,16 +260,21 @@ class Faults(Leases):
             return self._acquire_in_turn(wanted)
         except NoRoom:
             pass
-        # Pieces in the wrong places: garbage may hold pins, and an empty arena can be filled from one end.
+        # Pieces in the wrong places: garbage may hold pins, and an empty arena can be filled from one end, unless
+        # pagerd puts something between.
         gc.collect()
         self.drain()
-        with self.lock:
-            movable = [run for run in self.resident_runs() if run.issued and not run.is_kept and not run.pins]
-        self.reclaimer.evict(movable)
-        try:
-            return self._acquire_in_turn(wanted)
-        except NoRoom:
-            pass
+        with self._as_demand():
+            with self.lock:
+                while self.moves:
+                    self.wait_for_change()
+                runs = list(self.resident_runs())
+                movable = [run for run in runs if run.issued and not run.is_kept and not run.pins]
+            self.reclaimer.evict(movable)
+            try:
+                return self._acquire_in_turn(wanted)
+            except NoRoom:
+                pass
         if self.give_up_kept():
             self.drain()
             return self.acquire_all(wanted, what)

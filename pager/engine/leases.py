@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pager.device.base import Note, Region
+from pager.device.base import Note
 from pager.engine.checked_policy import CheckedPolicy
 from pager.engine.reclaim import Reclaimer
 from pager.engine.run import Run
@@ -139,7 +139,7 @@ class Leases:
         run.frame = -1
         try:
             if self._poison:
-                fence = self._poison_frames(frame, num_pages, fence)
+                fence = self.arena.poison(frame, num_pages, fence)
         finally:
             # Frames whose owner is gone would be chosen as victims for ever.
             self.arena.free(frame, fence)
@@ -149,15 +149,6 @@ class Leases:
         self.policy.record_evict(np.array([run.segment.index], np.int64))
         self.counters.sample_resident(self.arena.resident_bytes)
         self.changed.notify_all()
-
-    def _poison_frames(self, frame: int, num_pages: int, fence: dict) -> dict:
-        h2d = self.device.h2d
-        for event in fence.values():
-            h2d.wait(event)
-        memory = self.arena.bytes_of(frame, num_pages * self.arena.page_size)
-        h2d.fill(memory, 0xFF, writes=Region("device", frame, frame + num_pages))
-        event = h2d.record()
-        return {event.stream.index: event}
 
     def _pin(self, run: Run) -> None:
         run.pins += 1

@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pager.device.base import Region
 from pager.engine.run import Run
 from pager.interrupts import uninterrupted
 from pager.tiers.device_arena import Fence, merge_fence
@@ -148,8 +147,7 @@ class Staging:
             frame = slot.frame
             for wanted in ranges:
                 run = Run(wanted.segment, wanted.first, wanted.num_pages, frame)
-                if not slot.runs:
-                    run.fence = slot.fence  # the slot's; h2d keeps the order for the other runs
+                run.fence = slot.fence  # each run's: of some, the compute is the first user, of others h2d
                 frame += wanted.num_pages
                 slot.runs.append(run)
             assert frame <= slot.frame + slot.num_frames, "a unit is larger than its slot"
@@ -268,10 +266,4 @@ class Staging:
         slot.taken = False
         slot.runs = []
         if self._poison:
-            h2d = self._device.h2d
-            for event in slot.fence.values():
-                h2d.wait(event)
-            memory = self._arena.bytes_of(slot.frame, slot.num_frames * self._arena.page_size)
-            h2d.fill(memory, 0xFF, writes=Region("device", slot.frame, slot.frame + slot.num_frames))
-            event = h2d.record()
-            slot.fence = {event.stream.index: event}
+            slot.fence = self._arena.poison(slot.frame, slot.num_frames, slot.fence)

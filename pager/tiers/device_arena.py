@@ -248,6 +248,19 @@ class DeviceArena:
             end += 1
         slab.blocks[begin:end] = [merged]
 
+    def poison(self, frame: int, num_frames: int, fence: Fence) -> Fence:
+        """Overwrite frames that nobody uses after ``fence`` with NaN bytes; the fence of who uses them next.
+
+        On a stream of its own: on one that pages move on, it would order just those who forget the fence.
+        """
+        stream = self.device.poison
+        for event in fence.values():
+            stream.wait(event)
+        memory = self.bytes_of(frame, num_frames * self.page_size)
+        stream.fill(memory, 0xFF, writes=Region("device", frame, frame + num_frames))
+        event = stream.record()
+        return {event.stream.index: event}
+
     def largest_free_frames(self, evictable: Callable[[Any], bool]) -> int:
         """The longest stretch that is free or could be emptied, for error messages."""
         best = 0

@@ -16,13 +16,12 @@ from tests.races.sites import skip_only, wait_sites
 
 # (site, stream whose events are left out or None for all of them, scenario that notices)
 CONTROLS: list[tuple[str, str | None, Scenario]] = [
-    ("engine/leases.py:Leases._poison_frames:wait", None, scenarios.poison_a_run_in_use),
-    ("engine/leases.py:Leases._poison_frames:wait", None, scenarios.train_with_poison),
+    ("tiers/device_arena.py:DeviceArena.poison:wait", None, scenarios.poison_a_run_in_use),
+    ("tiers/device_arena.py:DeviceArena.poison:wait", None, scenarios.train_with_poison),
     ("engine/faults.py:Faults._begin_use:wait", None, scenarios.use_what_was_paged_in),
     ("engine/faults.py:Faults._begin_use:wait", "d2h", scenarios.in_place_write_after_a_write_back),
     ("engine/faults.py:Faults._begin_use:wait", None, scenarios.train_over_host),
     ("engine/staging.py:Staging.take:wait", None, scenarios.train_through_staging),
-    ("engine/staging.py:Staging._free:wait", None, scenarios.train_through_staging),
     ("engine/transfer.py:Transfers.send_home:wait#1", None, scenarios.send_home_what_is_being_made),
     ("engine/transfer.py:Transfers.send_home:wait#2", None, scenarios.send_home_over_a_page_in),
     ("engine/reclaim.py:Reclaimer.write_back:wait", None, scenarios.write_through_a_view_after_a_write_back),

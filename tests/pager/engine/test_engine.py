@@ -62,7 +62,7 @@ def test_freed_frames_are_poisoned() -> None:
     rig, _ = make_filled([PAGE], arena_frames=1)
     rig.read(0)
     rig.evict(0)
-    rig.device.h2d.synchronize()
+    rig.device.poison.synchronize()
     assert rig.arena.bytes_of(0, PAGE).tolist() == [0xFF] * PAGE
     rig.close()
 
@@ -167,6 +167,23 @@ def test_pieces_in_the_wrong_places_are_moved_out_of_the_way() -> None:
     rig.evict(0)
     del held
     np.testing.assert_array_equal(rig.read(2), values[2])
+    rig.close()
+
+
+def test_what_is_brought_ahead_does_not_break_up_the_room_of_an_operation() -> None:
+    """One page that comes ahead between the pages of an operation leaves no two neighbours."""
+    rig, values = make_filled([PAGE, PAGE, 2 * PAGE, PAGE], arena_frames=4)
+
+    def bring_ahead() -> None:
+        rig.prefetch(3)
+
+    rig.engine.on_access = bring_ahead
+    wanted = [(segment, 0, segment.num_pages, False) for segment in rig.segments[:3]]
+    runs = rig.engine.acquire_all(wanted, "addmm")
+    for run, value in zip(runs, values, strict=False):
+        np.testing.assert_array_equal(rig.engine.lease(run).numpy(), value)
+    rig.engine.on_access = lambda: None
+    rig.engine.drain()
     rig.close()
 
 

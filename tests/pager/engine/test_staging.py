@@ -107,6 +107,26 @@ def test_pages_without_a_value_are_not_read_but_go_home() -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
+def test_the_next_unit_waits_for_the_last_whatever_is_new_in_it(order: tuple[int, int], poison: bool) -> None:
+    """In a first step the states are new and the gradient is read: both come behind the unit that had the slot."""
+    rig, values = make(num_slots=1, poison=poison)
+    first, second = object(), object()
+    for found in taken(rig, first, [whole(rig, 0), whole(rig, 1)]):
+        found.bitwise_not_()
+    rig.engine.staging.write_back(first, rig.engine.staging._held[id(first)].runs)
+    ranges = [whole(rig, index, is_new=index == 0) for index in order]
+    by_index = dict(zip(order, taken(rig, second, ranges), strict=True))
+    check_bytes(by_index[2].numpy(), values[2], "read")
+    by_index[0].copy_(torch.from_numpy(values[0]))
+    new = [run for run in rig.engine.staging._held[id(second)].runs if run.segment is rig.segments[0]]
+    rig.engine.staging.write_back(second, new)
+    check_bytes(rig.home_value(0), values[0], "made by the second")
+    check_bytes(rig.home_value(1), ~values[1], "sent home by the first")
+    rig.close()
+
+
 def test_giving_back_leaves_the_home_alone() -> None:
     rig, values = make(num_slots=1)
     staging, unit = rig.engine.staging, object()
