@@ -159,6 +159,20 @@ def can_see_hooks_beneath() -> bool:
     return _top_hooks is not None
 
 
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def push_hooks(hooks: SavedTensorHooks, pushed: list[Any]) -> None:
+    """Put saved-tensor hooks in force until ``pop_hooks``, and something into ``pushed``: both, or neither.
+
+    Not torch's context manager: a signal whose handler raises may strike it between its lines, and would leave the
+    hooks in force for ever. Here one call into C does both, and a ``finally`` that begins with ``if pushed:
+    pop_hooks()`` is not struck before its work is done.
+    """
+    pushed.extend(map(_push_hooks, hooks[:1], hooks[1:]))
+
+
 def hooks_beneath() -> SavedTensorHooks | None:
     """The saved-tensor hooks (pack, unpack) in force here; None without any, or where torch cannot say."""
     return None if _top_hooks is None else _top_hooks(False)
@@ -226,8 +240,13 @@ class AccessRecorder:
 
         with torch._C.DisableTorchFunctionSubclass():
             versions = [t._version for t in traced]  # type: ignore[attr-defined]
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            pushed: list[Any] = []
+            try:
+                push_hooks((pack, unpack), pushed)
                 result = func(*args, **kwargs)
+            finally:
+                if pushed:
+                    pop_hooks()
             for t, version in zip(traced, versions, strict=True):
                 if t._version != version:  # type: ignore[attr-defined]
                     row = first + segments.index(t._segment)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.errors import ConfigError, PagerClosed
-from pager.graph.access import can_see_hooks_beneath, current_phase
+from pager.graph.access import can_see_hooks_beneath, current_phase, pop_hooks, push_hooks
 from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
@@ -82,6 +82,7 @@ class Mmu:
         name = getattr(func, "__name__", "an operation")
         use = object()
         leases: list[torch.Tensor] = []
+        pushed: list[Any] = []
         try:
             leases += self.enter(bindings, name, use)
             with NoTorchFunction():
@@ -91,9 +92,11 @@ class Mmu:
                 if not torch.is_grad_enabled() or not can_see_hooks_beneath():
                     return func(*args, **kwargs)
                 frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}
-                with saving_frames(frames):
-                    return func(*args, **kwargs)
+                push_hooks(saving_frames(frames), pushed)
+                return func(*args, **kwargs)
         finally:
+            if pushed:
+                pop_hooks()
             self.exit(bindings, use)
             leases.clear()  # a traceback may keep this frame alive
 

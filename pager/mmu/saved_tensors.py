@@ -104,8 +104,8 @@ def _unpack(saved: _SavedFrame | _SavedBeneath | _SavedOrdinary) -> torch.Tensor
     return saved.unpack()
 
 
-def saving_frames(frames: dict[int, Binding]) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which tensors over ``frames`` (storage address -> binding) are packed as frames."""
+def saving_frames(frames: dict[int, Binding]) -> SavedTensorHooks:
+    """Hooks under which tensors over ``frames`` (storage address -> binding) are packed as frames."""
     beneath = hooks_beneath()
 
     def pack(tensor: torch.Tensor) -> _SavedFrame | _SavedBeneath | _SavedOrdinary:
@@ -118,4 +118,4 @@ def saving_frames(frames: dict[int, Binding]) -> torch.autograd.graph.saved_tens
             return _SavedBeneath(beneath, tensor)
         return _SavedOrdinary(tensor)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+    return pack, _unpack

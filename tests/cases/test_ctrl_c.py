@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pager
 from pager.config import Checks
 from pager.engine.leases import Leases
+from pager.graph.access import hooks_beneath
 from pager.mmu.binding import Binding
 from pager.page_table import PageTable
 
@@ -154,6 +155,25 @@ def test_a_timeout_anywhere_in_a_step(microseconds: int) -> None:
                 model(X).square().mean().backward()
                 signal.setitimer(signal.ITIMER_REAL, 0)  # inside: it may ring just now
             assert signal.getsignal(signal.SIGALRM) is strike
+            assert hooks_beneath() is None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    check_goes_on(model, optimizer, make(), done=1)
+
+
+def test_a_timeout_leaves_no_hooks_of_ours_behind() -> None:
+    """Saved-tensor hooks that stayed in force would take other tensors for frames that are gone."""
+    model, optimizer = make_managed()
+    step(model, optimizer)
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        for turn in range(600):
+            with contextlib.suppress(Struck):
+                signal.setitimer(signal.ITIMER_REAL, (30 + turn) / 1e6)
+                model(X)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert hooks_beneath() is None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
