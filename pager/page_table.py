@@ -177,7 +177,7 @@ class PageTable:
 
     def has_value(self, begin: int, end: int) -> bool:
         """Whether every page of the range has a good copy somewhere."""
-        return bool((self.state[begin:end] != PageState.EMPTY).all())
+        return bool(self.state[begin:end].all())  # EMPTY is 0
 
     def num_resident(self) -> int:
         """Pages that own a device frame."""

@@ -155,12 +155,15 @@ class Staging:
             self._held[id(holder)] = slot
             done = False
             try:
-                for run, wanted in zip(slot.runs, ranges, strict=True):
-                    if not wanted.is_new:
-                        self._transfers.page_in(run)
+                read = [run for run, wanted in zip(slot.runs, ranges, strict=True) if not wanted.is_new]
+                if read:
+                    self._transfers.page_in_all(read)
                 done = True
             finally:
                 if not done:
+                    # Copies may be under way into the slot.
+                    event = self._device.h2d.record()
+                    merge_fence(slot.fence, {event.stream.index: event})
                     self._drop(slot)
             # A ring: the slot that was free longest is taken next, when its last copies are most likely over.
             self._slots.remove(slot)
@@ -187,10 +190,12 @@ class Staging:
             slot = self._held[id(holder)]
             slot.taken = True
             stream = self._device.current_stream()
+            before: Fence = {}
             for run in slot.runs:
-                for event in run.fence.values() if run.ready is None else [run.ready]:
-                    stream.wait(event, timed=True)
+                merge_fence(before, run.fence if run.ready is None else {run.ready.stream.index: run.ready})
                 run.users[stream.index] = stream
+            for event in before.values():
+                stream.wait(event, timed=True)
             return slot.runs
 
     def bytes_of(self, run: Run) -> torch.Tensor:
@@ -208,8 +213,7 @@ class Staging:
             self._note_use(slot, stream, written)
             for run in written:
                 self._drop_copies(run, slot)
-            for run in written:
-                event = self._transfers.page_out(run)
+            for event in self._transfers.page_out_all(written) if written else ():
                 if event is not None:
                     # It comes after all use of the slot, and so stands for it.
                     slot.fence = {event.stream.index: event}
@@ -241,7 +245,7 @@ class Staging:
                 self._drop(other)
 
     def _note_use(self, slot: _Slot, stream: Stream, written: Sequence[Run]) -> None:
-        for run in slot.runs:
+        for run in slot.runs if self._device.checker is not None else ():
             stream.touch(run.region, write=run in written)
         event = stream.record()
         for run in slot.runs:
@@ -250,10 +254,11 @@ class Staging:
         slot.fence = {event.stream.index: event}
 
     def _drop(self, slot: _Slot) -> None:
+        users = {index: stream for run in slot.runs for index, stream in run.users.items()}
+        for stream in users.values():
+            event = stream.record()
+            merge_fence(slot.fence, {event.stream.index: event})
         for run in slot.runs:
-            for stream in run.users.values():
-                event = stream.record()
-                merge_fence(slot.fence, {event.stream.index: event})
             if run.ready is not None:
                 merge_fence(slot.fence, {run.ready.stream.index: run.ready})
         self._free(slot)

@@ -19,14 +19,17 @@ import torch
 
 from pager.device.base import Region
 from pager.page_table import Home
+from pager.tiers.device_arena import merge_fence
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pager.address_space import Segment
     from pager.device.base import Device, Event
     from pager.engine.run import Run
     from pager.page_table import PageTable
     from pager.statistics import Counters
-    from pager.tiers.device_arena import DeviceArena
+    from pager.tiers.device_arena import DeviceArena, Fence
     from pager.tiers.disk_file import DiskFile
     from pager.tiers.host_arena import HostArena
 
@@ -84,33 +87,43 @@ class Transfers:
 
         ``stalls``: the training stands still meanwhile, so that waiting for a disk counts as a stall.
         """
+        self.page_in_all([run], stalls=stalls)
+
+    def page_in_all(self, runs: Sequence[Run], *, stalls: bool = True) -> None:
+        """The same for several runs at once: they have one event, and h2d waits once for each stream."""
         h2d = self._device.h2d
-        for event in run.fence.values():
+        before: Fence = {}
+        for run in runs:
+            merge_fence(before, run.fence)
+            written = self._home_written.get(run.segment.index)
+            if written is not None:
+                merge_fence(before, {written.stream.index: written})
+        for event in before.values():
             h2d.wait(event)
-        written = self._home_written.get(run.segment.index)
-        if written is not None:
-            h2d.wait(written)
-        home, home_frame = self._home(run)
-        if home == Home.HOST:
-            # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
-            num_bytes = run.num_bytes
-            source = self._host.view(home_frame, num_bytes)
-            target = self._arena.bytes_of(run.frame, num_bytes)
-            reads = self._host_region(home_frame, num_bytes)
-            h2d.copy(target, source, reads=reads, writes=self._device_region(run.frame, num_bytes))
-        else:
-            for offset, num_bytes in _extents(run.num_bytes):
-                num_frames = offset // self._arena.page_size
-                frame = run.frame + num_frames
-                target = self._arena.bytes_of(frame, num_bytes)
-                writes = self._device_region(frame, num_bytes)
-                self._read_disk(home_frame + num_frames, num_bytes, target, writes, stalls=stalls)
-        run.ready = h2d.record()
-        self._home_read[run.segment.index] = run.ready
-        self._counters.add(page_in_bytes=run.num_bytes)
+        num_bytes = 0
+        for run in runs:
+            num_bytes += run.num_bytes
+            home, home_frame = self._home(run)
+            if home == Home.HOST:
+                # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
+                source, reads = self._host_side(home_frame, run.num_bytes)
+                target, writes = self._device_side(run.frame, run.num_bytes)
+                h2d.copy(target, source, reads=reads, writes=writes)
+            else:
+                self._read_disk_run(run, home_frame, stalls=stalls)
+        ready = h2d.record()
+        for run in runs:
+            run.ready = self._home_read[run.segment.index] = ready
+        self._counters.add(page_in_bytes=num_bytes)
+
+    def _read_disk_run(self, run: Run, home_frame: int, *, stalls: bool) -> None:
+        for offset, num_bytes in _extents(run.num_bytes):
+            num_frames = offset // self._arena.page_size
+            target, writes = self._device_side(run.frame + num_frames, num_bytes)
+            self._read_disk(home_frame + num_frames, num_bytes, target, writes, stalls=stalls)
 
     def _read_disk(
-        self, home_frame: int, num_bytes: int, target: torch.Tensor, writes: Region, *, stalls: bool
+        self, home_frame: int, num_bytes: int, target: torch.Tensor, writes: Region | None, *, stalls: bool
     ) -> None:
         assert self._disk is not None
         assert self._bounce is not None
@@ -136,35 +149,46 @@ class Transfers:
         None where the home is the disk: the bytes are in the file when this returns. ``stalls`` as for
         :meth:`page_in`. Raises TierIOError.
         """
+        return self.page_out_all([run], stalls=stalls)[0]
+
+    def page_out_all(self, runs: Sequence[Run], *, stalls: bool = True) -> list[Event | None]:
+        """The same for several runs at once: they share one event, and d2h waits once for each stream."""
         d2h = self._device.d2h
-        for event in run.last_events().values():
+        before: Fence = {}
+        for run in runs:
+            merge_fence(before, run.last_events())
+            read = self._home_read.get(run.segment.index)
+            if read is not None:
+                merge_fence(before, {read.stream.index: read})
+        for event in before.values():
             d2h.wait(event)
-        pending_read = self._home_read.get(run.segment.index)
-        if pending_read is not None:
-            d2h.wait(pending_read)
-        home, home_frame = self._home(run)
-        on_disk = home == Home.DISK
-        if not on_disk:
-            num_bytes = run.num_bytes
-            source = self._arena.bytes_of(run.frame, num_bytes)
-            target = self._host.view(home_frame, num_bytes)
-            writes = self._host_region(home_frame, num_bytes)
-            d2h.copy(target, source, reads=self._device_region(run.frame, num_bytes), writes=writes)
-        else:
-            for offset, num_bytes in _extents(run.num_bytes):
-                num_frames = offset // self._arena.page_size
-                frame = run.frame + num_frames
-                source = self._arena.bytes_of(frame, num_bytes)
-                regions = self._device_region(frame, num_bytes)
-                self._write_disk(home_frame + num_frames, num_bytes, source, regions, stalls=stalls)
-        self._counters.add(page_out_bytes=run.num_bytes)
+        num_bytes = 0
+        at_home: list[bool] = []
+        for run in runs:
+            num_bytes += run.num_bytes
+            home, home_frame = self._home(run)
+            at_home.append(home == Home.HOST)
+            if at_home[-1]:
+                source, reads = self._device_side(run.frame, run.num_bytes)
+                target, writes = self._host_side(home_frame, run.num_bytes)
+                d2h.copy(target, source, reads=reads, writes=writes)
+            else:
+                self._write_disk_run(run, home_frame, stalls=stalls)
         event = d2h.record()
-        if not on_disk:
-            self._home_written[run.segment.index] = event
-        return event
+        for run, is_host in zip(runs, at_home, strict=True):
+            if is_host:
+                self._home_written[run.segment.index] = event
+        self._counters.add(page_out_bytes=num_bytes)
+        return [event if is_host else None for is_host in at_home]
+
+    def _write_disk_run(self, run: Run, home_frame: int, *, stalls: bool) -> None:
+        for offset, num_bytes in _extents(run.num_bytes):
+            num_frames = offset // self._arena.page_size
+            source, reads = self._device_side(run.frame + num_frames, num_bytes)
+            self._write_disk(home_frame + num_frames, num_bytes, source, reads, stalls=stalls)
 
     def _write_disk(
-        self, home_frame: int, num_bytes: int, source: torch.Tensor, reads: Region, *, stalls: bool
+        self, home_frame: int, num_bytes: int, source: torch.Tensor, reads: Region | None, *, stalls: bool
     ) -> None:
         assert self._disk is not None
         assert self._bounce is not None
@@ -218,9 +242,8 @@ class Transfers:
         offset = int(source.storage_offset()) * source.element_size()
         raw.set_(source.untyped_storage(), offset, (segment.num_bytes,), (1,))
         home_frame = int(self._table.home_frame[segment.first_page])
-        d2h.copy(
-            self.home_view(segment), raw, reads=None, writes=self._host_region(home_frame, segment.num_bytes)
-        )
+        target, writes = self._host_side(home_frame, segment.num_bytes)
+        d2h.copy(target, raw, reads=None, writes=writes)
         self._counters.add(page_out_bytes=segment.num_bytes)
         event = self._home_written[segment.index] = d2h.record()
         self._sent.append((event, source))
@@ -237,9 +260,9 @@ class Transfers:
         h2d = self._device.h2d
         home, home_frame = self._home(run)
         assert home == Home.HOST
-        reads = self._host_region(home_frame, run.num_bytes)
-        target = self._arena.bytes_of(run.frame, run.num_bytes)
-        h2d.copy(target, self._host.view(home_frame, run.num_bytes), reads=reads, writes=run.region)
+        source, reads = self._host_side(home_frame, run.num_bytes)
+        target, writes = self._device_side(run.frame, run.num_bytes)
+        h2d.copy(target, source, reads=reads, writes=writes)
         self._counters.add(page_in_bytes=run.num_bytes)
         event = self._home_read[run.segment.index] = h2d.record()
         return event
@@ -273,11 +296,18 @@ class Transfers:
         """The tier of a run's home, and its first frame there; a segment's home frames lie side by side."""
         return int(self._table.home[run.begin]), int(self._table.home_frame[run.begin])
 
-    def _device_region(self, frame: int, num_bytes: int) -> Region:
-        return Region("device", frame, frame + -(-num_bytes // self._arena.page_size))
+    def _device_side(self, frame: int, num_bytes: int) -> tuple[torch.Tensor, Region | None]:
+        """The memory of frames, and what the checker is told of it."""
+        memory = self._arena.bytes_of(frame, num_bytes)
+        if self._device.checker is None:
+            return memory, None
+        return memory, Region("device", frame, frame + -(-num_bytes // self._arena.page_size))
 
-    def _host_region(self, frame: int, num_bytes: int) -> Region:
-        return Region("host", frame, frame + -(-num_bytes // self._arena.page_size))
+    def _host_side(self, frame: int, num_bytes: int) -> tuple[torch.Tensor, Region | None]:
+        memory = self._host.view(frame, num_bytes)
+        if self._device.checker is None:
+            return memory, None
+        return memory, Region("host", frame, frame + -(-num_bytes // self._arena.page_size))
 
 
 def _extents(num_bytes: int) -> list[tuple[int, int]]:

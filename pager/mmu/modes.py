@@ -26,10 +26,15 @@ def ordinary_tensors() -> contextlib.AbstractContextManager[None]:
     return _leave_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode sees what runs here."""
+    # Private, but the only way; a torch without it has no modes to be kept out of.
+    return bool(getattr(torch._C, "_len_torch_dispatch_stack", int)())
+
+
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """No dispatch mode of the user's sees what runs inside."""
-    # Private, but the only way; a torch without it has no modes to be kept out of.
-    if not getattr(torch._C, "_len_torch_dispatch_stack", int)():
+    if not in_dispatch_mode():
         return contextlib.nullcontext()
     disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
     return disable()

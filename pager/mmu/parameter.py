@@ -35,6 +35,10 @@ class Paged(torch.Tensor):
         func = torch.Tensor.set_
         return SPECIAL[func](func, (self, *args), kwargs)
 
+    def __hash__(self) -> int:
+        """As torch's, which goes through ``__torch_function__``: optimizers look their states up by parameter."""
+        return id(self)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

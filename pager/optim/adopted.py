@@ -318,11 +318,10 @@ class AdoptedOptimizer:
             for param in group["params"]:
                 binding = self.binding_of(param)
                 for key, value in self.optimizer.state.get(param, {}).items():
+                    if type(value) is PagedTensor:
+                        continue
                     if binding is not None and self.is_param_shaped(binding, value):
-                        if type(value) is not PagedTensor:
-                            self.optimizer.state[param][key] = self.page_state(
-                                binding, key, value, value.dtype
-                            )
+                        self.optimizer.state[param][key] = self.page_state(binding, key, value, value.dtype)
                     elif isinstance(value, torch.Tensor) and value.dim() > 0:
                         # Scalars such as Adam's step stay where the optimizer put them.
                         self.optimizer.state[param][key] = value.to(device)

@@ -77,8 +77,10 @@ class BackwardUpdates:
         # The order in which gradients came in the last step, and the units made ahead for it.
         self._order: list[Binding] = []
         self._last_order: list[Binding] = []
-        self._coming: list[Binding] = []
-        self._ahead: deque[StreamedUnit] = deque()
+        self._coming: deque[Binding] = deque()
+        self._ahead: deque[tuple[StreamedUnit, AdoptedOptimizer]] = deque()
+        # Of the last step: they serve the next one too, unless what they were cut for has changed.
+        self._units: dict[Binding, list[StreamedUnit]] = {}
         self._cutters: dict[AdoptedOptimizer, Update] = {}
         self._open: set[int] = set()
         self._loads_seen = torn.num_loads
@@ -124,6 +126,8 @@ class BackwardUpdates:
         update = self._updates.get(adopted)
         if update is None:
             update = self._updates[adopted] = Update(adopted, collect=False)
+        if self.on_cpu is not None and not self._order:
+            self.on_cpu.first_gradient()
         self._stepped.add(binding)
         self._order.append(binding)
         kept = self._mmu.engine.has_value(slot.segment)
@@ -148,6 +152,7 @@ class BackwardUpdates:
                 self._fetch_ahead()
         if kept or not direct:
             self._mmu.engine.discard(slot.segment)
+        self._units[binding] = [unit for unit in units if isinstance(unit, StreamedUnit)]
 
     def _owner_of(self, binding: Binding) -> tuple[AdoptedOptimizer, int] | None:
         """The optimizer that steps a parameter, and the parameter's group in it."""
@@ -175,9 +180,9 @@ class BackwardUpdates:
 
     def _take_over(self, binding: Binding, update: Update, group_index: int) -> list[StreamedUnit]:
         """The units of ``binding`` that were made ahead, their states on the way; none where they fit no more."""
-        ahead = [unit for unit in self._ahead if unit.progress.binding is binding]
+        ahead = [unit for unit, _ in self._ahead if unit.progress.binding is binding]
         if ahead:
-            self._ahead = deque(unit for unit in self._ahead if unit.progress.binding is not binding)
+            self._ahead = deque(entry for entry in self._ahead if entry[0].progress.binding is not binding)
             if not update.adopt_units(group_index, binding, ahead):
                 for unit in ahead:
                     self._mmu.engine.staging.give_back(unit)
@@ -189,21 +194,33 @@ class BackwardUpdates:
         if not staging.has_free_slot:
             return
         while len(self._ahead) < _UNITS_AHEAD and self._coming:
-            binding = self._coming.pop(0)
+            binding = self._coming.popleft()
             owner = self._owner_of(binding)
             if owner is None or binding in self._stepped:
                 continue
             if self.on_cpu is not None and binding in self.on_cpu.assigned:
                 continue
-            units = self._cutter(owner[0]).units_of(owner[1], binding)
-            for unit in units:
-                if isinstance(unit, StreamedUnit):
-                    unit.comes_with(None)
-                    self._ahead.append(unit)
-        for unit in self._ahead:
-            owner = self._owner_of(unit.progress.binding)
-            if owner is not None and not staging.holds(unit) and not unit.fetch(owner[0]):
+            adopted, group_index = owner
+            self._ahead.extend(
+                (unit, adopted) for unit in self._streamed_units(adopted, group_index, binding)
+            )
+        for unit, adopted in self._ahead:
+            if not staging.holds(unit) and not unit.fetch(adopted):
                 return
+
+    def _streamed_units(
+        self, adopted: AdoptedOptimizer, group_index: int, binding: Binding
+    ) -> list[StreamedUnit]:
+        """The units of a parameter's update, where all of it streams."""
+        cutter = self._cutter(adopted)
+        units = self._units.pop(binding, None)
+        if units is None or not cutter.fits(units, group_index):
+            made = cutter.units_of(group_index, binding)
+            units = [unit for unit in made if isinstance(unit, StreamedUnit)]
+        for unit in units:
+            unit.begin_again()
+            unit.comes_with(None)
+        return units
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -241,13 +258,13 @@ class BackwardUpdates:
             self._stepped.clear()
             self._updates.clear()
             self._last_order, self._order = self._order or self._last_order, []
-            self._coming = list(self._last_order)
+            self._coming = deque(self._last_order)
             if self.on_cpu is not None:
                 known = [
                     (binding, *self._owners[binding]) for binding in self._coming if binding in self._owners
                 ]
                 self.on_cpu.assign(known)
-            for unit in self._ahead:
+            for unit, _ in self._ahead:
                 self._mmu.engine.staging.give_back(unit)
             self._ahead.clear()
             self._mmu.engine.transfers.forget_sent()

@@ -30,7 +30,7 @@ from pager.optim.adamw_cpu import AdamValues, CpuAdam
 from pager.optim.cpu_pool import UpdateHandle, UpdatePool, cut_into_slices
 from pager.optim.masters import LOW
 from pager.page_table import Home
-from pager.policies.update_split import balanced_share
+from pager.policies.update_split import ThreadSearch, balanced_share
 
 if TYPE_CHECKING:
     from pager.engine.run import Run
@@ -57,6 +57,10 @@ class CpuUpdates:
         self._settle = settle
         self._share = 0.0
         self._pool: UpdatePool | None = None
+        self._search: ThreadSearch | None = None
+        # When the last step ended, and how long after it the first gradient came.
+        self._step_ended = 0.0
+        self._rest_seconds = 0.0
         self._lock = threading.Lock()
         # Of each parameter its step count, and the version of the user's tensor at which it was that.
         self._counts: dict[Binding, tuple[int, int]] = {}
@@ -71,8 +75,9 @@ class CpuUpdates:
 
     def assign(self, order: Sequence[tuple[Binding, AdoptedOptimizer, int]]) -> None:
         """A step is over: decide which parameters (with optimizer and group, in the order in which their gradients
-        come) the next one updates here.
+        come) the next one updates here, and on how many threads.
         """
+        self._look_back()
         candidates = [entry for entry in order if self._can_update(*entry)]
         total = sum(binding.segment.num_elements for binding, *_ in order)
         if not candidates or not total:
@@ -93,10 +98,6 @@ class CpuUpdates:
             left -= binding.segment.num_elements
 
     def _find_share(self, order: Sequence[tuple[Binding, AdoptedOptimizer, int]], total: int) -> float:
-        with self._lock:
-            if self._busy_seconds:
-                self._rate = self._num_elements / self._busy_seconds
-            self._busy_seconds, self._num_elements = 0.0, 0
         if self._link_bytes_per_second is None:
             self._link_bytes_per_second = self._engine.device.measure_bandwidth(_LINK_BYTES, direction="both")
         streamed = state_bytes = sent_bytes = 0
@@ -113,7 +114,28 @@ class CpuUpdates:
             sent_bytes=sent_bytes / total,
             link_bytes_per_second=self._link_bytes_per_second,
             elements_per_second=self._rate,
+            rest_seconds=self._rest_seconds / total,
         )
+
+    def _look_back(self) -> None:
+        """The CPU's rate in the step that ends, and the number of threads for the next one."""
+        with self._lock:
+            if self._busy_seconds:
+                self._rate = self._num_elements / self._busy_seconds
+            self._busy_seconds, self._num_elements = 0.0, 0
+        now = time.perf_counter()
+        seconds, self._step_ended = now - self._step_ended, now
+        if self._pool is None or self._search is None or self._fixed_share is not None:
+            return
+        before = self._pool.num_active
+        self._search.step_took(seconds)
+        if self._search.num_threads != before:
+            self._pool.num_active = self._search.num_threads
+            self._rate *= self._search.num_threads / before  # until it is measured
+
+    def first_gradient(self) -> None:
+        """The first gradient of a step is here: until now the link had nothing to do."""
+        self._rest_seconds = time.perf_counter() - self._step_ended
 
     def _can_update(self, binding: Binding, adopted: AdoptedOptimizer, group_index: int) -> bool:
         """Whether the update of a parameter is one that the CPU's kernel does, on homes in host memory."""
@@ -199,6 +221,7 @@ class CpuUpdates:
     def _threads(self) -> UpdatePool:
         if self._pool is None:
             self._pool = UpdatePool()
+            self._search = ThreadSearch(self._pool.num_threads)
         return self._pool
 
     def count(self, began: float, num_elements: int) -> None:
@@ -261,7 +284,7 @@ class _Job:
             _Slice(kernel, begin, end, scalars)
             # One for each thread: to take the next one a thread needs the GIL, which the training wants too.
             for begin, end in cut_into_slices(
-                segment.num_elements, pool.num_threads, longest=segment.num_elements
+                segment.num_elements, pool.num_active, longest=segment.num_elements
             )
         ]
         self._handle = pool.submit(slices, wait=self._wait, done=self._done)

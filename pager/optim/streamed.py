@@ -84,6 +84,10 @@ class StreamedUnit:
         self._keys: list[str] = []
         self._stages_gradient = False
 
+    def begin_again(self) -> None:
+        """The same slice, in another step."""
+        self._is_done = self._brings_gradient = self.is_noted = False
+
     def comes_with(self, gradient: torch.Tensor | None) -> None:
         """The unit runs inside backward: with this whole gradient, or with what the segment has by then."""
         self._brings_gradient = True

@@ -27,7 +27,7 @@ each slice; the parameter's state dict is replaced when its last unit is done.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ class Update:
         self.refused = False
         self.num_refusals = 0
         self.optimizer_class: type[Optimizer] = type(optimizer)
+        self._own_shadow: Optimizer | None = None
         self.step = raw_step(optimizer)
         self.attributes = snapshot_attributes(optimizer)
         self.groups = [snapshot_group(group) for group in optimizer.param_groups]
@@ -148,6 +149,21 @@ class Update:
             depends_on=self.adopted.cut_depends_on(self.groups[group_index], binding),
         )
 
+    def fits(self, units: list[StreamedUnit], group_index: int) -> bool:
+        """Whether the streamed units of an earlier step are those that this one would make."""
+        if not units:
+            return False
+        progress = units[0].progress
+        binding = progress.binding
+        group = self.groups[group_index]
+        return (
+            len(units) == progress.num_units
+            and progress.group_index == group_index
+            and not self.writes_gradients
+            and progress.depends_on == self.adopted.cut_depends_on(group, binding)
+            and can_stream(self.adopted, binding, self.adopted.probed(group, binding).state_dtypes)
+        )
+
     def adopt_units(self, group_index: int, binding: Binding, units: list[StreamedUnit]) -> bool:
         """Let units that were made ahead be those of this step; False if it would cut the parameter otherwise."""
         made = units[0].progress
@@ -206,21 +222,35 @@ class Update:
                 states[param] = states.pop(param)
             self._num_states = len(states)
 
+    def _shadow(
+        self, group_index: int, params: Sequence[torch.Tensor], states: dict[torch.Tensor, dict[str, Any]]
+    ) -> Optimizer:
+        """An optimizer as the step began with it, over these tensors."""
+        group = self.groups[group_index]
+        if self._own_shadow is None or not may_wait(self.optimizer_class):
+            shadow = make_shadow(
+                self.optimizer_class, self.attributes, [(snapshot_group(group), params)], states
+            )
+            self._own_shadow = shadow
+            return shadow
+        # torch's own classes leave their attributes and group values as they are: one object serves all units.
+        shadow = self._own_shadow
+        shadow.param_groups = [{**group, "params": list(params)}]
+        shadow.state = defaultdict(dict, states)
+        return shadow
+
     def run_class(
         self, group_index: int, params: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Step the user's class on these tensors (their ``.grad`` set); the state dicts it leaves."""
-        shadow = make_shadow(
-            self.optimizer_class,
-            self.attributes,
-            [(snapshot_group(self.groups[group_index]), params)],
-            dict(zip(params, states, strict=True)),
-        )
+        shadow = self._shadow(group_index, params, dict(zip(params, states, strict=True)))
         try:
             self.step(shadow)
+            return [shadow.state[param] for param in params]
         except Exception as error:
             # Short of memory, it can be done later.
             self.refused = not isinstance(error, (PagerError, torch.OutOfMemoryError, MemoryError))
             self.num_refusals += self.refused
             raise
-        return [shadow.state[param] for param in params]
+        finally:
+            shadow.param_groups, shadow.state = [], defaultdict(dict)  # it must not keep tensors alive

@@ -270,17 +270,19 @@ def test_released_with_copies_under_way_in_both_directions() -> None:
 def test_a_failed_fetch_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, values = make(num_slots=1)
     staging, unit = rig.engine.staging, object()
-    page_in, calls = rig.transfers.page_in, []
+    copy, calls = rig.device.h2d.copy, []
 
-    def failing(run: Any, **kwargs: Any) -> Any:
-        calls.append(run)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
         if len(calls) == 2:
             raise OSError("unplugged")
-        return page_in(run, **kwargs)
+        return copy(*args, **kwargs)
 
-    monkeypatch.setattr(rig.transfers, "page_in", failing)
-    with pytest.raises(OSError, match="unplugged"):
-        staging.fetch(unit, [whole(rig, 0), whole(rig, 1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.device.h2d, "copy", failing)
+        with pytest.raises(OSError, match="unplugged"):
+            staging.fetch(unit, [whole(rig, 0), whole(rig, 1)])
+    assert len(calls) == 2
     assert not staging.holds(unit)
     assert staging.has_free_slot
     found = taken(rig, unit, [whole(rig, 2), whole(rig, 0)])
