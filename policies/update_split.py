@@ -7,8 +7,8 @@ CPU's rate, as the last step measured it beside the link, on the other, the bala
 has the seconds in which the link rests: the next forward, and the step itself.
 
 Both sides use the same host memory. Threads that race through their part at its full bandwidth leave the link half of
-its rate for a while, and then stand idle while the link alone cannot use all of the memory's: less threads that take as
-long as the link are faster together. How many that is depends on the machine, so it is tried out (`ThreadSearch`).
+its rate for a while, and then stand idle while the link alone cannot use all of the memory's: a third of them, which
+take as long as the link, are faster together (docs/decisions.md, 15).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ FIRST_SHARE = 0.1
 MAX_SHARE = 0.75
 # The CPU should be done a little before the link: what it updates last is used first.
 CPU_SPAN = 0.9
+# Of the threads there are.
+THREADS_SHARE = 1 / 3
 
 
 def balanced_share(
@@ -49,40 +51,6 @@ def balanced_share(
     return min(share, streamed_share, MAX_SHARE)
 
 
-# Of a trial's steps the first ones find the share for so many threads; the best of the others counts.
-STEPS_PER_TRIAL = 4
-SETTLING_STEPS = 2
-# Each trial has so many of all threads.
-TRIALS = (1.0, 1 / 2, 1 / 3, 1 / 5)
-
-
-class ThreadSearch:
-    """Tries numbers of threads, a few steps each, and stays with the one whose steps took least."""
-
-    def __init__(self, most: int) -> None:
-        """``most``: threads there are."""
-        self._left = list(dict.fromkeys(max(1, round(most * share)) for share in TRIALS))
-        self._num_steps = 0
-        self._seconds: dict[int, float] = {}
-        self.num_threads = self._left.pop(0)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the number stays from now on."""
-        return not self._left and self._num_steps < 0
-
-    def step_took(self, seconds: float) -> None:
-        """A step with ``num_threads`` is over."""
-        if self.is_over:
-            return
-        self._num_steps += 1
-        if self._num_steps > SETTLING_STEPS:
-            self._seconds[self.num_threads] = min(seconds, self._seconds.get(self.num_threads, seconds))
-        if self._num_steps < STEPS_PER_TRIAL:
-            return
-        self._num_steps = 0
-        if self._left:
-            self.num_threads = self._left.pop(0)
-        else:
-            self.num_threads = min(self._seconds, key=lambda number: self._seconds[number])
-            self._num_steps = -1
+def num_threads_beside_link(num_threads: int) -> int:
+    """How many of ``num_threads`` update while the link streams: see the head of this file."""
+    return max(1, round(num_threads * THREADS_SHARE))

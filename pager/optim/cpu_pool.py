@@ -34,12 +34,17 @@ from pager.core_limit import core_limit
 from pager.errors import PagerClosed
 from pager.units import ceil_div
 
-__all__ = ["SLICE_ELEMENTS", "UpdateHandle", "UpdatePool", "cut_into_slices"]
+__all__ = ["SLICE_ELEMENTS", "UpdateHandle", "UpdatePool", "cut_into_slices", "default_num_threads"]
 
 # About 7 MB of traffic, 0.5 ms of a core: a hundred times what Python takes to hand a slice out.
 SLICE_ELEMENTS = 256 * 1024
 # Cuts stand on multiples of this: two cache lines of the narrowest tensor, so that no line is written by two threads.
 ALIGNMENT = 64
+
+
+def default_num_threads() -> int:
+    """The cores this process may use less one, which is the launching thread's; at least one."""
+    return max(1, core_limit() - 1)
 
 
 def cut_into_slices(
@@ -123,7 +128,6 @@ class _Shared:
         self.ready: list[tuple[int, UpdateHandle]] = []  # a heap by that order: jobs with slices to take
         self.not_waited_for: deque[UpdateHandle] = deque()  # oldest first
         self.is_waiting = False  # a thread is in a job's wait
-        self.num_active = 0  # so many threads look for work; the others sleep
         self.is_closed = False
         self.is_forked = False
 
@@ -136,17 +140,14 @@ class UpdatePool:
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """``num_threads``: by default the cores this process may use less one, at least one."""
+        """``num_threads``: by default `default_num_threads`."""
         if num_threads is None:
-            num_threads = max(1, core_limit() - 1)
+            num_threads = default_num_threads()
         if num_threads < 1:
             raise ValueError(f"a pool needs at least one thread, not {num_threads}")
         self._shared = _Shared()
-        self._shared.num_active = num_threads
         self._threads = [
-            threading.Thread(
-                target=_work, args=(self._shared, index), name=f"pager-update-{index}", daemon=True
-            )
+            threading.Thread(target=_work, args=(self._shared,), name=f"pager-update-{index}", daemon=True)
             for index in range(num_threads)
         ]
         _pools.add(self)
@@ -158,19 +159,6 @@ class UpdatePool:
     @property
     def num_threads(self) -> int:
         return len(self._threads)
-
-    @property
-    def num_active(self) -> int:
-        """Threads that take part; the others sleep."""
-        return self._shared.num_active
-
-    @num_active.setter
-    def num_active(self, value: int) -> None:
-        if not 1 <= value <= len(self._threads):
-            raise ValueError(f"{value} of {len(self._threads)} threads cannot be active")
-        with self._shared.changed:
-            self._shared.num_active = value
-            self._shared.changed.notify_all()
 
     def submit(
         self,
@@ -227,16 +215,16 @@ def _stop(shared: _Shared) -> None:
         shared.changed.notify_all()
 
 
-def _work(shared: _Shared, index: int) -> None:
+def _work(shared: _Shared) -> None:
     """A thread's life: find work, do it, until there is none and none will come."""
     while True:
         with shared.changed:
-            found = _find(shared, index)
+            found = _find(shared)
             while found is None:
                 if shared.is_closed and not shared.unfinished:
                     return
                 shared.changed.wait()
-                found = _find(shared, index)
+                found = _find(shared)
         job, call = found
         # Let go of before the job is accounted for: nothing of it may outlive it in a thread that sleeps.
         del found
@@ -246,10 +234,8 @@ def _work(shared: _Shared, index: int) -> None:
         del job, error
 
 
-def _find(shared: _Shared, index: int) -> tuple[UpdateHandle, Callable[[], object]] | None:
-    """A job and one of its callables, taken by a thread; None if there is nothing for it to do now."""
-    if index >= shared.num_active:
-        return None
+def _find(shared: _Shared) -> tuple[UpdateHandle, Callable[[], object]] | None:
+    """A job and one of its callables, taken; None if there is nothing to do now."""
     while shared.ready:
         _, job = shared.ready[0]
         call = job._slices.popleft() if job._slices else None  # none are left after an error

@@ -27,10 +27,10 @@ import torch
 
 from pager.errors import BudgetError
 from pager.optim.adamw_cpu import AdamValues, CpuAdam
-from pager.optim.cpu_pool import UpdateHandle, UpdatePool, cut_into_slices
+from pager.optim.cpu_pool import UpdateHandle, UpdatePool, cut_into_slices, default_num_threads
 from pager.optim.masters import LOW
 from pager.page_table import Home
-from pager.policies.update_split import ThreadSearch, balanced_share
+from pager.policies.update_split import balanced_share, num_threads_beside_link
 
 if TYPE_CHECKING:
     from pager.engine.run import Run
@@ -57,7 +57,6 @@ class CpuUpdates:
         self._settle = settle
         self._share = 0.0
         self._pool: UpdatePool | None = None
-        self._search: ThreadSearch | None = None
         # When the last step ended, and how long after it the first gradient came.
         self._step_ended = 0.0
         self._rest_seconds = 0.0
@@ -75,7 +74,7 @@ class CpuUpdates:
 
     def assign(self, order: Sequence[tuple[Binding, AdoptedOptimizer, int]]) -> None:
         """A step is over: decide which parameters (with optimizer and group, in the order in which their gradients
-        come) the next one updates here, and on how many threads.
+        come) the next one updates here.
         """
         self._look_back()
         candidates = [entry for entry in order if self._can_update(*entry)]
@@ -118,20 +117,12 @@ class CpuUpdates:
         )
 
     def _look_back(self) -> None:
-        """The CPU's rate in the step that ends, and the number of threads for the next one."""
+        """The CPU's rate in the step that ends."""
+        self._step_ended = time.perf_counter()
         with self._lock:
             if self._busy_seconds:
                 self._rate = self._num_elements / self._busy_seconds
             self._busy_seconds, self._num_elements = 0.0, 0
-        now = time.perf_counter()
-        seconds, self._step_ended = now - self._step_ended, now
-        if self._pool is None or self._search is None or self._fixed_share is not None:
-            return
-        before = self._pool.num_active
-        self._search.step_took(seconds)
-        if self._search.num_threads != before:
-            self._pool.num_active = self._search.num_threads
-            self._rate *= self._search.num_threads / before  # until it is measured
 
     def first_gradient(self) -> None:
         """The first gradient of a step is here: until now the link had nothing to do."""
@@ -220,8 +211,9 @@ class CpuUpdates:
 
     def _threads(self) -> UpdatePool:
         if self._pool is None:
-            self._pool = UpdatePool()
-            self._search = ThreadSearch(self._pool.num_threads)
+            all_threads = default_num_threads()
+            alone = self._fixed_share is not None  # nothing to speak of streams beside it
+            self._pool = UpdatePool(all_threads if alone else num_threads_beside_link(all_threads))
         return self._pool
 
     def count(self, began: float, num_elements: int) -> None:
@@ -284,7 +276,7 @@ class _Job:
             _Slice(kernel, begin, end, scalars)
             # One for each thread: to take the next one a thread needs the GIL, which the training wants too.
             for begin, end in cut_into_slices(
-                segment.num_elements, pool.num_active, longest=segment.num_elements
+                segment.num_elements, pool.num_threads, longest=segment.num_elements
             )
         ]
         self._handle = pool.submit(slices, wait=self._wait, done=self._done)

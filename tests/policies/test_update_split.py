@@ -1,4 +1,4 @@
-"""The split of the update between CPU and link, and the search for the number of threads."""
+"""The split of the update between CPU and link, and how many threads it has."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pager.policies.update_split import (
     CPU_SPAN,
     FIRST_SHARE,
     MAX_SHARE,
-    STEPS_PER_TRIAL,
-    ThreadSearch,
     balanced_share,
+    num_threads_beside_link,
 )
 
 LINK = 50e9
@@ -48,41 +47,6 @@ def test_never_more_than_streams_nor_than_may_be() -> None:
     assert share(elements_per_second=1e12) == MAX_SHARE
 
 
-def search(most: int, seconds: dict[int, float]) -> tuple[list[int], ThreadSearch]:
-    """The numbers tried, where a step with so many threads takes so long; and the search, over."""
-    found = ThreadSearch(most)
-    tried: list[int] = []
-    for _ in range(100):
-        if found.is_over:
-            break
-        if not tried or tried[-1] != found.num_threads:
-            tried.append(found.num_threads)
-        found.step_took(seconds[found.num_threads])
-    return tried, found
-
-
-@pytest.mark.parametrize("best", [15, 8, 5, 3])
-def test_the_fastest_number_stays(best: int) -> None:
-    tried, found = search(15, {number: 1.0 - 0.1 * (number == best) for number in (15, 8, 5, 3)})
-    assert tried[:4] == [15, 8, 5, 3]
-    assert found.num_threads == best
-    found.step_took(99.0)
-    assert found.num_threads == best
-
-
-@pytest.mark.parametrize(("most", "tried"), [(1, [1]), (2, [2, 1]), (3, [3, 2, 1]), (7, [7, 4, 2, 1])])
-def test_each_number_is_tried_once(most: int, tried: list[int]) -> None:
-    found = search(most, dict.fromkeys(range(1, 8), 1.0))
-    assert found[0][: len(tried)] == tried
-    assert found[1].num_threads == most
-
-
-def test_steps_in_which_the_share_settles_do_not_count() -> None:
-    found = ThreadSearch(2)
-    for number in (2, 1):
-        assert found.num_threads == number
-        for step in range(STEPS_PER_TRIAL):
-            # The first steps with two threads are slow, and one of the others is disturbed.
-            found.step_took((9.0, 9.0, 9.0, 1.0)[step] if number == 2 else 2.0)
-    assert found.is_over
-    assert found.num_threads == 2
+@pytest.mark.parametrize(("all_threads", "beside"), [(1, 1), (2, 1), (3, 1), (7, 2), (15, 5), (63, 21)])
+def test_a_third_of_the_threads_beside_the_link(all_threads: int, beside: int) -> None:
+    assert num_threads_beside_link(all_threads) == beside
