@@ -63,8 +63,9 @@ class Counts:
         # Names of the threads that waited on the host.
         self.waits: Counter[str] = Counter()
         self.verbs: Counter[str] = Counter()
-        # Of each stream what its copies read and wrote, in order.
-        self.copies: dict[str, list[tuple[Region | None, Region | None]]] = {}
+        self.num_copies: Counter[str] = Counter()
+        # Of each stream what its copies between frames read and wrote, in order.
+        self.copies: dict[str, list[tuple[Region, Region]]] = {}
         for owner, names in RESERVES.items():
             for name in names:
                 self._wrap(patch, owner, name, self.reserved, f"{owner.__name__}.{name}")
@@ -73,9 +74,12 @@ class Counts:
             self._wrap(patch, PageTable, name, self.verbs, name)
         copy = Stream.copy
 
-        def copied(stream: Stream, *args: Any, reads: Region | None, writes: Region | None) -> None:
-            self.copies.setdefault(stream.name, []).append((reads, writes))
-            copy(stream, *args, reads=reads, writes=writes)
+        def copied(stream: Stream, *args: Any, **regions: Any) -> None:
+            self.num_copies[stream.name] += 1
+            reads, writes = regions["reads"], regions["writes"]
+            if reads is not None and writes is not None:
+                self.copies.setdefault(stream.name, []).append((reads, writes))
+            copy(stream, *args, **regions)
 
         patch.setattr(Stream, "copy", copied)
 
@@ -92,12 +96,8 @@ class Counts:
 
     def begin(self) -> None:
         """Count from now on."""
-        for counter in (self.reserved, self.waits, self.verbs, self.copies):
+        for counter in (self.reserved, self.waits, self.verbs, self.num_copies, self.copies):
             counter.clear()
-
-    def num_copies(self, stream: str) -> int:
-        """Copies on one stream."""
-        return len(self.copies.get(stream, []))
 
 
 class Training:
@@ -120,7 +120,8 @@ class Training:
             **MODES[mode],
             **knobs,
         )
-        self.runtime = self.model.pager._runtime
+        handle: Any = self.model.pager
+        self.runtime = handle._runtime
 
     def train(self, num_steps: int) -> None:
         """A user's loop."""
@@ -179,8 +180,7 @@ def check_whole_copies(counts: Counts, runtime: Any) -> None:
         for page in range(segment.num_pages)
     }
     for stream, copies in counts.copies.items():
-        ends = [end for end in copies if end[0] is not None and end[1] is not None]
-        for (reads, writes), (next_reads, next_writes) in pairwise(ends):
+        for (reads, writes), (next_reads, next_writes) in pairwise(copies):
             goes_on = reads.end == next_reads.begin and writes.end == next_writes.begin
             home, next_home = (reads, next_reads) if reads.memory == "host" else (writes, next_writes)
             name = segments[home.begin]
@@ -207,7 +207,7 @@ def test_nothing_is_reserved_and_nobody_waits(mode: str, daemon: str, counts: Co
         assert reserved == {}
         # The update's threads wait for gradients: that is what they are there for, and the training does not.
         assert [name for name in waits if not name.startswith("pager-update")] == []
-        assert counts.num_copies("h2d") > 0
+        assert counts.num_copies["h2d"] > 0
         check_whole_copies(counts, trained.runtime)
 
 
@@ -235,7 +235,7 @@ def step_work(trained: Training, counts: Counts) -> StepWork:
             trained.train(1)
         finally:
             sys.setprofile(None)
-        copies = counts.num_copies("h2d"), counts.num_copies("d2h")
+        copies = counts.num_copies["h2d"], counts.num_copies["d2h"]
         found.append((calls["call"] + calls["c_call"], sum(counts.verbs.values()), *copies))
     return StepWork(*map(min, zip(*found, strict=True)))
 
