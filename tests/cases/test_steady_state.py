@@ -253,6 +253,18 @@ def test_work_does_not_grow_with_the_pages(mode: str, counts: Counts) -> None:
         assert 0 < fine <= 1.05 * coarse, f"{name}: {fine} for pages of 16 KiB, {coarse} for pages of 64 KiB"
 
 
+@pytest.mark.parametrize("mode", ["step, masters"])
+def test_nothing_is_brought_twice(mode: str) -> None:
+    """What is fetched ahead is what is needed next: a step brings no more than it sends home changed."""
+    with training(mode) as trained:
+        before = trained.model.pager.statistics()
+        trained.train(NUM_STEPS)
+        after = trained.model.pager.statistics()
+        brought = after.page_in_bytes - before.page_in_bytes
+        sent = after.page_out_bytes - before.page_out_bytes
+        assert 0 < sent <= brought < 1.1 * sent
+
+
 def test_a_disk_does_not_grow(counts: Counts, tmp_path: Path) -> None:
     """With homes on a disk the host waits for it; but its file stays as it is, and so does the memory."""
     with training("step", disk=tmp_path, host_budget=2**20) as trained:
