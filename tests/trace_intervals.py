@@ -95,7 +95,7 @@ _TO_HOST = re.compile(r"DtoH|\(Device *-> *(Pinned|Pageable|Registered|Host)")
 
 def read_trace(path: Path) -> Trace:
     """The trace that ``profile.export_chrome_trace`` wrote. What is not a complete event of these kinds is left out."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
     events = content["traceEvents"] if isinstance(content, dict) else content
     trace = Trace()
     for event in events:
