@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tests.trace_intervals import Interval, intersection, length, merged, overlap_share, read_trace
+from tests.trace_intervals import Interval, intersection, is_bubble, length, merged, overlap_share, read_trace
 
 LENGTH = 20
 intervals = st.lists(st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)), max_size=8)
@@ -84,6 +84,23 @@ def test_a_trace_is_read_by_kind(content: Any, tmp_path: Path) -> None:
     assert (trace.d2h.intervals, trace.d2h.num_bytes) == ([(4, 6)], 32)
     # By where they began: a launch that blocks ends late, and what stands between two steps is in neither.
     assert trace.calls_in(trace.marked("step")) == ["cudaLaunchKernel", "cuLaunchKernel"]
+
+
+BUBBLES = """
+    cudaMalloc cudaMallocAsync cudaMallocHost cudaFree cudaFreeAsync cudaFreeHost cudaMemcpy cudaMemset
+    cudaHostAlloc cudaHostRegister cudaHostUnregister cudaDeviceSynchronize cudaStreamSynchronize cudaEventSynchronize
+    cuMemAlloc_v2 cuMemCreate cuMemHostRegister_v2 cuCtxSynchronize
+"""
+OTHERS = """
+    cudaMemcpyAsync cudaMemcpyBatchAsync cudaMemsetAsync cudaMemGetInfo cudaLaunchKernel cudaFuncGetAttributes
+    cudaEventRecord cudaEventQuery cudaEventCreateWithFlags cudaEventElapsedTime cudaStreamWaitEvent
+    cudaStreamIsCapturing cudaHostGetDevicePointer cuMemGetInfo_v2 cuLaunchKernelEx
+"""
+
+
+def test_what_counts_as_a_bubble() -> None:
+    assert [name for name in BUBBLES.split() if not is_bubble(name)] == []
+    assert [name for name in OTHERS.split() if is_bubble(name)] == []
 
 
 def test_a_real_trace_shows_what_was_marked(tmp_path: Path) -> None:

@@ -88,6 +88,18 @@ class Trace:
         ]
 
 
+_BUBBLE = re.compile(
+    r"cuda(Malloc|Free|Host(Alloc|Register|Unregister)|(Device|Stream|Event)Synchronize)"
+    r"|cu(Mem(Alloc|Free|Create|Release|Map|Unmap|Host)|(Ctx|Stream|Event)Synchronize)"
+    r"|cudaMem(cpy|set)(_v\d+)?$"
+)
+
+
+def is_bubble(name: str) -> bool:
+    """Whether a CUDA call waits for the device, takes memory, gives it back, or page-locks it."""
+    return _BUBBLE.match(name) is not None
+
+
 # Kineto: "Memcpy HtoD (Pinned -> Device)"; the second form is for the copies whose kind it leaves open.
 _TO_DEVICE = re.compile(r"HtoD|\((Pinned|Pageable|Registered|Host)[^>]*-> *Device")
 _TO_HOST = re.compile(r"DtoH|\(Device *-> *(Pinned|Pageable|Registered|Host)")
