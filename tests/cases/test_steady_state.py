@@ -23,6 +23,7 @@ import pager
 from pager.config import Checks
 from pager.device.base import Event, Region, Stream
 from pager.device.simulated import SimulatedDevice
+from pager.optim.on_cpu import CpuUpdates
 from pager.page_table import Home, PageTable
 from pager.tiers.device_arena import DeviceArena
 from pager.tiers.disk_file import DiskFile
@@ -117,8 +118,7 @@ class Training:
             prefetch_distance="auto",
             example_inputs=tuple(self.batches[0]),
             checks=Checks(daemon=daemon, arena_bytes=ARENA_BYTES),
-            **MODES[mode],
-            **knobs,
+            **{**MODES[mode], **knobs},
         )
         handle: Any = self.model.pager
         self.runtime = handle._runtime
@@ -263,6 +263,24 @@ def test_nothing_is_brought_twice(mode: str) -> None:
         brought = after.page_in_bytes - before.page_in_bytes
         sent = after.page_out_bytes - before.page_out_bytes
         assert 0 < sent <= brought < 1.1 * sent
+
+
+def test_a_share_of_the_cpu_that_grows_late_asks_for_no_memory(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "auto" the CPU's part follows rates that are never quite the same: within what the first steps reserved."""
+    share = 0.5
+    monkeypatch.setattr(CpuUpdates, "_find_share", lambda *arguments: share)
+    with training("backward on the CPU, masters", update_on="auto") as trained:
+        on_cpu = trained.runtime.in_backward.on_cpu
+        share = 0.2
+        trained.train(5)
+        few = set(on_cpu.assigned)
+        share = 0.9
+        counts.begin()
+        trained.train(1 + NUM_STEPS)
+        assert dict(counts.reserved) == {}
+        assert 0 < len(few) < len(on_cpu.assigned)  # as many as at first
 
 
 def test_a_disk_does_not_grow(counts: Counts, tmp_path: Path) -> None:
