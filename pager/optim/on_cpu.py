@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from pager.optim.torn import Torn
 
 _LINK_BYTES = 64 * 2**20
+# Steps after which a share that was found to be larger asks for no more memory: homes of gradients are page-locked, and
+# the rates that the share follows never stand quite still. By then they are those of warm threads and touched pages.
+_RESERVING_STEPS = 8
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -56,6 +59,7 @@ class CpuUpdates:
         self._fixed_share = share
         self._settle = settle
         self._share = 0.0
+        self._num_assignments = 0
         self._pool: UpdatePool | None = None
         # When the last step ended, and how long after it the first gradient came.
         self._step_ended = 0.0
@@ -83,18 +87,25 @@ class CpuUpdates:
             self.assigned.clear()
             return
         self._share = self._find_share(order, total) if self._fixed_share is None else self._fixed_share
+        self._num_assignments += 1
+        reserves = self._fixed_share is not None or self._num_assignments <= _RESERVING_STEPS
         self.assigned.clear()
         left = self._share * total
         for binding, *_ in candidates:
             if left < binding.segment.num_elements / 2:
                 break
             assert binding.gradient is not None
+            if not reserves and not self._has_home(binding.gradient):
+                continue
             try:
                 self._settle(binding.gradient)
             except BudgetError:
                 break  # host memory has no room for one more gradient
             self.assigned.add(binding)
             left -= binding.segment.num_elements
+
+    def _has_home(self, binding: Binding) -> bool:
+        return int(self._engine.table.home_frame[binding.segment.first_page]) >= 0
 
     def _find_share(self, order: Sequence[tuple[Binding, AdoptedOptimizer, int]], total: int) -> float:
         if self._link_bytes_per_second is None:
