@@ -148,8 +148,12 @@ class BackwardUpdates:
                 unit.is_noted = True  # the trace has updates after the backward, not in it
                 if isinstance(unit, StreamedUnit):
                     unit.comes_with(gradient if direct and not kept else None)
+            for position, unit in enumerate(units):
                 unit.run(update)
-                self._fetch_ahead()
+                # This parameter's own units come before those of the next: they are not among the ones made ahead.
+                own = [later for later in units[position + 1 :] if isinstance(later, StreamedUnit)]
+                if all(later.fetch(adopted) for later in own):
+                    self._fetch_ahead()
         if kept or not direct:
             self._mmu.engine.discard(slot.segment)
         self._units[binding] = [unit for unit in units if isinstance(unit, StreamedUnit)]

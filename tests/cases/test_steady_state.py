@@ -253,7 +253,7 @@ def test_work_does_not_grow_with_the_pages(mode: str, counts: Counts) -> None:
         assert 0 < fine <= 1.05 * coarse, f"{name}: {fine} for pages of 16 KiB, {coarse} for pages of 64 KiB"
 
 
-@pytest.mark.parametrize("mode", ["step, masters"])
+@pytest.mark.parametrize("mode", ["step, masters", "backward, masters"])
 def test_nothing_is_brought_twice(mode: str) -> None:
     """What is fetched ahead is what is needed next: a step brings no more than it sends home changed."""
     with training(mode) as trained:
