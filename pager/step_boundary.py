@@ -90,6 +90,7 @@ class StepBoundary:
         # Of the last step but the first, which has its captures and warm-ups.
         self._step_seconds: float | None = None
         self._num_measured = 0
+        self._may_grow = True
         self._bandwidth: float | None = None
 
     def set(self, **knobs: Any) -> None:
@@ -182,10 +183,11 @@ class StepBoundary:
         if self._device.is_simulated or not self._slab_frames:
             return
         arena = self._engine.arena
-        spare = self._budget.spare_bytes()
+        spare = self._budget.spare_bytes(arena.capacity_bytes)
         if spare < 0 and arena.num_slabs > 1:
             self._give_slab_back(arena.num_slabs - 1)
-        elif arena.capacity_bytes < self._engine.space.num_live_pages * arena.page_size:
+            self._may_grow = False  # or the next steps would run out of memory in turn
+        elif self._may_grow and arena.capacity_bytes < self._engine.space.num_live_pages * arena.page_size:
             self.grow_arena(spare)
 
     def grow_arena(self, spare_bytes: int) -> None:

@@ -182,3 +182,42 @@ def test_a_model_that_fits_is_measured_too(clock: Clock) -> None:
         trained.step(clock, 2.0)
     assert trained.planned_seconds() == pytest.approx(2.0)
     handle_of(trained.model).close()
+
+
+class Gpu:
+    """A device whose allocator may have room for slabs."""
+
+    is_simulated = False
+
+    def release_cached_memory(self) -> None:
+        """There is nothing cached."""
+
+
+class Spare:
+    """A budget that says what the last step left over."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def spare_bytes(self, arena_bytes: int) -> int:
+        """As `DeviceBudget.spare_bytes`."""
+        return self.num_bytes
+
+
+def test_the_arena_grows_until_memory_ran_out_and_never_again(trained: Trained) -> None:
+    """Else every other step would run out of memory."""
+    trained.step()
+    arena = trained.runtime.arena
+    arena.budget_bytes = 2**30
+    boundary: Any = trained.runtime.boundary
+    budget = Spare()
+    boundary._device, boundary._budget, boundary._slab_frames = Gpu(), budget, 8
+    first = arena.capacity_bytes
+    sizes = []
+    for spare in (8 * arena.page_size, -1, 8 * arena.page_size, 8 * arena.page_size):
+        budget.num_bytes = spare
+        boundary._adapt_arena()
+        sizes.append(arena.capacity_bytes - first)
+    assert sizes == [8 * arena.page_size, 0, 0, 0]
+    boundary._device = trained.runtime.device
+    trained.step()
