@@ -64,9 +64,6 @@ class Closing:
     def _stop(self) -> None:
         runtime = self._runtime
         runtime.pagerd.close()
-        in_backward = runtime.in_backward
-        if in_backward is not None and in_backward.on_cpu is not None:
-            in_backward.on_cpu.close()
         # The way out must not depend on a policy of the user's.
         runtime.engine.set_policy(make_eviction_policy("lru"))
         try:
@@ -81,6 +78,8 @@ class Closing:
             except PagerInternalError as error:
                 self._note(error)
                 adopted.give_up(error)
+        if runtime.on_cpu is not None:
+            runtime.on_cpu.close()
 
     def _take_out(self) -> None:
         runtime = self._runtime

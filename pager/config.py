@@ -60,14 +60,13 @@ class Config:
     device_budget: bytes, "24GiB", or a fraction of the device's memory in (0, 1]; None = 90 % of what is
         free, on the simulated device 25 % of the host memory that is free.
     device_headroom: bytes kept free for activations beyond what was measured; "auto" = one sixteenth of the
-        budget, on the simulated device 0 (activations are not counted there).
+        budget or half of the activations, on the simulated device 0 (activations are not counted there).
     host_budget: bytes, "48GiB", or a fraction of the smaller of physical memory and the cgroup limit.
     disk: folder for the third tier, or None for two tiers. It is used by what host memory has no room for.
     disk_budget: the most bytes to take there, or "55GiB"; None = what the folder's file system has free, less
         one tenth.
     update_on: where the optimizer runs; "device" is exact. "auto" gives Adam and AdamW in fp32 (or with a fp32
-        master) a part of the parameters to the CPU, as large as it gets done beside the link; "cpu" all it can. Both
-        need ``update_at="backward"``.
+        master) a part of the parameters to the CPU, as large as it gets done beside the link; "cpu" all it can.
     update_at: "step"; "backward" updates each parameter as soon as its gradient is final, so gradients need no
         storage; whoever needs all gradients before the step (clipping, GradScaler) cannot have that.
     master: "float32" steps bf16 parameters in fp32, through a fp32 master of which the parameter is the rounded
@@ -118,11 +117,6 @@ class Config:
             raise ConfigError(f'update_on is {self.update_on!r}; expected "device", "auto" or "cpu"')
         if self.update_at not in ("step", "backward"):
             raise ConfigError(f'update_at is {self.update_at!r}; expected "step" or "backward"')
-        if self.update_on != "device" and self.update_at != "backward":
-            raise ConfigError(
-                f'update_on={self.update_on!r} works inside backward only: pass update_at="backward" too, or leave '
-                'update_on="device"'
-            )
         if self.master not in (None, "float32"):
             raise ConfigError(f'master is {self.master!r}; expected "float32" or None')
         if self.example_inputs is not None and not isinstance(self.example_inputs, (tuple, list, dict)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pager.address_space import span_elements
 from pager.errors import ConfigError
 from pager.mmu.parameter import Paged
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from pager.optim.adopted import AdoptedOptimizer
 
 # Wrappers that own their parameters' storage or gradients, by name so that torch.distributed need not be
 # imported.
@@ -48,6 +55,14 @@ def sort_parameters(model: nn.Module, page_size: int) -> Parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to page")
     _check_storages(paged + small)
     return Parameters(paged=paged, small=small)
+
+
+def held_twice(optimizer: Optimizer, others: Iterable[AdoptedOptimizer]) -> str | None:
+    """A parameter of ``optimizer`` that another one holds too."""
+    taken = {id(binding) for known in others for binding in known.bindings()}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    found = (p._pager for p in params if isinstance(p, Paged) and id(p._pager) in taken)
+    return next((binding.name for binding in found), None)
 
 
 def _check_modules(model: nn.Module) -> None:

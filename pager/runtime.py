@@ -35,10 +35,11 @@ from pager.mmu.binding import Binding
 from pager.mmu.gradient import Gradients
 from pager.mmu.mmu import Mmu
 from pager.mmu.parameter import PagedParameter
-from pager.model_checks import Parameters, sort_parameters
+from pager.model_checks import Parameters, held_twice, sort_parameters
 from pager.optim import stand_in
 from pager.optim.adopted import AdoptedOptimizer
 from pager.optim.backward import BackwardUpdates
+from pager.optim.placement import updates_on_cpu
 from pager.optim.probe import check_optimizers
 from pager.optim.schedule import expected_rows
 from pager.optim.torn import Torn
@@ -157,6 +158,7 @@ class Runtime:
         self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient, self.paged.settle_gradient)
         self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
+        self.on_cpu = updates_on_cpu(config.update_on, self.mmu, self.torn, self.paged.settle_gradient)
         self.in_backward = self.mmu.gradients.in_backward = self._updates_in_backward()
         self.residency = Residency(self.mmu, keeps_states=config.update_at == "backward")
         self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")
@@ -183,8 +185,7 @@ class Runtime:
             self.torn,
             optimizers=lambda: [known for known in self.optimizers if known.alive],
             num_gradients=self.planner.num_gradients,
-            update_on=self.config.update_on,
-            settle=self.paged.settle_gradient,
+            on_cpu=self.on_cpu,
         )
 
     def _probe(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> ConfigError | None:
@@ -339,13 +340,13 @@ class Runtime:
             if known.alive and known.optimizer is optimizer:
                 return known
         self._forget_dead_optimizers()
-        shared = self._held_twice(optimizer)
+        shared = held_twice(optimizer, self.optimizers)
         if shared is not None:
             for known in self.optimizers:
                 known.finish()  # a step that is not over keeps its optimizer
             gc.collect()  # an old one that a scheduler refers to dies no sooner
             self._forget_dead_optimizers()
-            shared = self._held_twice(optimizer)
+            shared = held_twice(optimizer, self.optimizers)
         if shared is not None:
             raise ConfigError(
                 f"two optimizers hold {shared}; several optimizers over one managed model must have "
@@ -361,6 +362,7 @@ class Runtime:
             torn=self.torn,
             master=self.config.master is not None,
             in_backward=self.in_backward,
+            on_cpu=self.on_cpu,
         )
         self.optimizers.append(adopted)
         self.planner.forget_plan()
@@ -368,13 +370,6 @@ class Runtime:
         if self.planner.trace is not None:
             self._share_out()
         return adopted
-
-    def _held_twice(self, optimizer: Optimizer) -> str | None:
-        """A parameter of ``optimizer`` that another one holds too."""
-        taken = {id(b) for known in self.optimizers for b in known.bindings()}
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        found = (p._pager for p in params if type(p) is PagedParameter and id(p._pager) in taken)
-        return next((binding.name for binding in found), None)
 
     def _forget_dead_optimizers(self) -> None:
         for known in self.optimizers:
@@ -392,6 +387,8 @@ class Runtime:
         self._share_out()
         if self.in_backward is not None:
             self.in_backward.end_step()
+        elif self.on_cpu is not None:
+            self.on_cpu.end_step(known for known in self.optimizers if known.alive)
         if self.fitting is not None:
             self.counters.sample_resident(self.fitting.num_bytes)
         self.config = self.boundary.config

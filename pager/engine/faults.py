@@ -221,8 +221,8 @@ class Faults(Leases):
                     return None
                 run = Run(segment, first, num_pages)
                 if sooner_than is not None:
-                    if not self.table.has_value(run.begin, run.end):
-                        return None  # set to None since pagerd looked
+                    if segment.index in self.being_written or not self.table.has_value(run.begin, run.end):
+                        return None  # taken by an update on the CPU, or set to None, since pagerd looked
                     if self.demand:
                         raise NoRoom
                 taken = self.arena.take_free(num_pages, run)

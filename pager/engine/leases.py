@@ -83,6 +83,8 @@ class Leases:
         self.on_access: Callable[[], None] = _nothing
         # Segments whose pages the update brings through staging: nothing for pagerd.
         self.streamed: set[int] = set()
+        # Segments whose homes the CPU is writing: pagerd leaves them alone until then.
+        self.being_written: set[int] = set()
         # Asked when an operation has no room: let go of what stays here for speed only; whether there was any.
         self.give_up_kept: Callable[[], bool] = bool
         self._poison = poison

@@ -152,7 +152,7 @@ class Pagerd:
                 break
             engine.horizon += 1
             segment = engine.space.segments[row.segment]
-            if row.segment in engine.streamed:
+            if row.segment in engine.streamed or row.segment in engine.being_written:
                 continue
             if engine.runs_over(segment, row.first_page, row.num_pages):
                 continue

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pager.engine.engine import Engine
     from pager.mmu.mmu import Mmu
     from pager.optim.backward import BackwardUpdates
+    from pager.optim.on_cpu import CpuUpdates
 
 logger = logging.getLogger("pager.optim")
 
@@ -65,6 +66,7 @@ class AdoptedOptimizer:
         torn: Torn,
         master: bool = False,
         in_backward: BackwardUpdates | None = None,
+        on_cpu: CpuUpdates | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.mmu = mmu
@@ -77,6 +79,8 @@ class AdoptedOptimizer:
         # By the parameter's binding: its segment changes with its dtype or layout.
         self._states: dict[Binding, dict[str, Binding]] = {}
         self._in_backward = in_backward
+        # What updates some of the parameters in ``step()``; in backward it is asked there.
+        self.on_cpu = on_cpu if in_backward is None else None
         self._is_adopted = False
         self.masters = Masters(self, enabled=master)
         mmu.keeps_masters |= master

@@ -53,21 +53,16 @@ class BackwardUpdates:
         *,
         optimizers: Callable[[], Sequence[AdoptedOptimizer]],
         num_gradients: Callable[[int], int],
-        update_on: str,
-        settle: Callable[[Binding], None],
+        on_cpu: CpuUpdates | None,
     ) -> None:
-        """``update_on``: as in the config; ``settle`` gives a gradient a home, for what the CPU updates."""
+        """``on_cpu`` updates what it was assigned."""
         self._mmu = mmu
         self._torn = torn
         self._optimizers = optimizers
         # How often a parameter's gradient comes in one backward, by its gradient's segment.
         self._num_gradients = num_gradients
         self.accumulating = False
-        self.on_cpu: CpuUpdates | None = None
-        if update_on != "device":
-            from pager.optim.on_cpu import CpuUpdates  # needs numba, which takes its time
-
-            self.on_cpu = CpuUpdates(mmu, torn, share=1.0 if update_on == "cpu" else None, settle=settle)
+        self.on_cpu = on_cpu
         self._lock = threading.RLock()
         self._owners: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
         self._known_optimizers: list[AdoptedOptimizer] = []
@@ -133,7 +128,9 @@ class BackwardUpdates:
         kept = self._mmu.engine.has_value(slot.segment)
         is_plain = _is_plain(gradient, binding)
         on_cpu = self.on_cpu if is_plain and not kept else None
-        if on_cpu is not None and on_cpu.take(adopted, group_index, binding, gradient):
+        if on_cpu is not None and on_cpu.take(
+            adopted, adopted.optimizer.param_groups[group_index], binding, gradient
+        ):
             self._mmu.note([slot], Phase.GRADIENT, write=True)
             return
         units: Sequence[PagedUnit | StreamedUnit] = self._take_over(binding, update, group_index)
@@ -217,12 +214,11 @@ class BackwardUpdates:
     ) -> list[StreamedUnit]:
         """The units of a parameter's update, where all of it streams."""
         cutter = self._cutter(adopted)
-        units = self._units.pop(binding, None)
-        if units is None or not cutter.fits(units, group_index):
+        units = self._units.pop(binding, [])
+        if not cutter.take_again(group_index, binding, units):
             made = cutter.units_of(group_index, binding)
             units = [unit for unit in made if isinstance(unit, StreamedUnit)]
         for unit in units:
-            unit.begin_again()
             unit.comes_with(None)
         return units
 

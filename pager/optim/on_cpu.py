@@ -1,17 +1,21 @@
-"""Updates on the CPU, of parameters that stay on the device, beside what streams through it.
+"""Updates on the CPU, beside what streams through the device.
 
 With ``update_on="auto"`` the states of some parameters never leave host memory. Their gradient is sent home, the pool
-of update threads (`pager.optim.cpu_pool`) steps parameter and states there in one pass, and the new parameter is sent
-to the device. Which ones: those whose gradients come first in backward, since they are used last in the next forward;
-how many: as many as the CPU gets done beside the link (`pager.policies.update_split`, from measured rates).
+of update threads (`pager.optim.cpu_pool`) steps parameter and states there in one pass, and a parameter that stays on
+the device is sent there. Which ones: those that are used last in the next forward (their gradients come first in
+backward); how many: as many as the CPU gets done beside the link (`pager.policies.update_split`, from measured rates).
 
 One parameter's update, in order
 
-1. take      (autograd's thread) the gradient's copy home is enqueued behind the work that made it
+1. take      (autograd's thread, or in ``step()``) the gradient's copy home is enqueued behind the work that made it;
+             a parameter that does not stay leaves the device, and pagerd lets it be
 2. wait      (a pool thread) for that copy
 3. step      (all pool threads) one pass over the homes
-4. send      (a pool thread) the new parameter goes to the device; 2 came after the last use of the old one
-5. use       (the next forward) whoever touches the parameter waits for 4 to be enqueued, and its stream for the copy
+4. send      (a pool thread) a parameter that stays goes to the device; 2 came after the last use of the old one
+5. use       (the next forward) whoever touches the parameter waits for 3 and for 4 to be enqueued, and its stream
+             for the copy
+
+Until 3 is over the gradient is kept, also where the user drops it after ``step()``.
 
 The arithmetic is torch's, but not its vector code: see the tolerance in `pager.optim.adamw_cpu`.
 """
@@ -20,20 +24,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pager.errors import BudgetError
-from pager.optim.adamw_cpu import AdamValues, CpuAdam
-from pager.optim.cpu_pool import UpdateHandle, UpdatePool, cut_into_slices, default_num_threads
+from pager.optim.adamw_cpu import AdamValues
+from pager.optim.cpu_job import MOMENTS, CpuUnit, Job
+from pager.optim.cpu_pool import UpdatePool, default_num_threads
+from pager.optim.deferred import is_viewed
 from pager.optim.masters import LOW
 from pager.page_table import Home
 from pager.policies.update_split import balanced_share, num_threads_beside_link
 
 if TYPE_CHECKING:
-    from pager.engine.run import Run
+    from pager.address_space import Segment
     from pager.mmu.binding import Binding
     from pager.mmu.mmu import Mmu
     from pager.optim.adopted import AdoptedOptimizer
@@ -43,7 +49,6 @@ _LINK_BYTES = 64 * 2**20
 # Steps after which a share that was found to be larger asks for no more memory: homes of gradients are page-locked, and
 # the rates that the share follows never stand quite still. By then they are those of warm threads and touched pages.
 _RESERVING_STEPS = 8
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CpuUpdates:
@@ -76,12 +81,27 @@ class CpuUpdates:
 
     # -- which -------------------------------------------------------------------------------------
 
+    def end_step(self, optimizers: Iterable[AdoptedOptimizer]) -> None:
+        """A step is over in which all of these updated in ``step()``: decide about the next one."""
+        order = [
+            (binding, adopted, index)
+            for adopted in optimizers
+            for index, group in enumerate(adopted.optimizer.param_groups)
+            for binding in map(adopted.binding_of, group["params"])
+            if binding is not None and binding.gradient is not None and binding.tensor.requires_grad
+        ]
+        self.assign(sorted(order, key=lambda entry: entry[1].next_use(entry[0]), reverse=True))
+
     def assign(self, order: Sequence[tuple[Binding, AdoptedOptimizer, int]]) -> None:
-        """A step is over: decide which parameters (with optimizer and group, in the order in which their gradients
-        come) the next one updates here.
+        """A step is over: decide which parameters the next one updates here. ``order``: each with optimizer and group,
+        those first that are used last.
         """
         self._look_back()
-        candidates = [entry for entry in order if self._can_update(*entry)]
+        candidates = [
+            (binding, adopted, index)
+            for binding, adopted, index in order
+            if self._can_update(binding, adopted, adopted.optimizer.param_groups[index])
+        ]
         total = sum(binding.segment.num_elements for binding, *_ in order)
         if not candidates or not total:
             self.assigned.clear()
@@ -139,26 +159,24 @@ class CpuUpdates:
         """The first gradient of a step is here: until now the link had nothing to do."""
         self._rest_seconds = time.perf_counter() - self._step_ended
 
-    def _can_update(self, binding: Binding, adopted: AdoptedOptimizer, group_index: int) -> bool:
+    def _can_update(self, binding: Binding, adopted: AdoptedOptimizer, group: Mapping[str, Any]) -> bool:
         """Whether the update of a parameter is one that the CPU's kernel does, on homes in host memory."""
         optimizer = adopted.optimizer
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
             return False
-        group = optimizer.param_groups[group_index]
         live = optimizer.state.get(binding.tensor, {})
         states = adopted.paged_states(binding)
-        wanted = {*_MOMENTS, LOW} if adopted.masters.has(binding) else {*_MOMENTS}
-        if set(states) != wanted or set(live) != {"step", *_MOMENTS} or group.get("amsgrad"):
+        wanted = {*MOMENTS, LOW} if adopted.masters.has(binding) else {*MOMENTS}
+        if set(states) != wanted or set(live) != {"step", *MOMENTS} or group.get("amsgrad"):
             return False
         if isinstance(group["lr"], torch.Tensor) or any(
             isinstance(beta, torch.Tensor) for beta in group["betas"]
         ):
             return False
-        if (
-            adopted.stepped_dtype(binding) != torch.float32
-            or binding.fixed is None
-            or not binding.segment.dense
-        ):
+        slot = binding.gradient
+        if adopted.stepped_dtype(binding) != torch.float32 or not binding.segment.dense or slot is None:
+            return False
+        if slot.segment.dtype != binding.segment.dtype or slot.segment.stride != binding.segment.stride:
             return False
         homes = (binding, *states.values())
         table = self._engine.table
@@ -170,38 +188,72 @@ class CpuUpdates:
     # -- one update --------------------------------------------------------------------------------
 
     def take(
-        self, adopted: AdoptedOptimizer, group_index: int, binding: Binding, gradient: torch.Tensor
+        self,
+        adopted: AdoptedOptimizer,
+        group: Mapping[str, Any],
+        binding: Binding,
+        gradient: torch.Tensor | None,
     ) -> bool:
-        """Begin the update of one parameter with its final gradient. False if the device has to do it."""
-        run = binding.run
-        if binding not in self.assigned or run is None or not self._can_update(binding, adopted, group_index):
+        """Begin the update of one parameter with its final gradient, None for that in its segment. False if the device
+        has to do it.
+        """
+        if binding not in self.assigned or not self._can_update(binding, adopted, group):
             return False
         engine = self._engine
         states = adopted.paged_states(binding)
-        for state in states.values():
-            engine.staging.forget(state.segment)
-            if engine.runs_of(state.segment):
-                engine.evict_segments([state.segment])
-                if engine.runs_of(state.segment):
-                    return False  # somebody holds it on the device
+        slot = binding.gradient
+        assert slot is not None
+        is_kept = gradient is None
+        if is_kept and (not self._is_at_home(slot) or any(map(is_viewed, (binding, slot)))):
+            return False
+        leaving = [state.segment for state in states.values()]
+        for segment in leaving:
+            engine.staging.forget(segment)
+        if binding.fixed is None:
+            leaving.append(binding.segment)
+            with engine.lock:
+                engine.being_written.add(binding.segment.index)
+        if not self._leave(leaving):
+            engine.being_written.discard(binding.segment.index)
+            return False  # somebody holds one of them on the device
         if engine.is_dirty(binding.segment):
             engine.flush([binding.segment])
-        values = self._values(adopted, group_index, binding)
+        values = self._values(adopted, group, binding)
         low_is_valid = adopted.masters.are_valid(binding)
-        assert binding.gradient is not None
-        engine.transfers.send_home(binding.gradient.segment, gradient)
+        if gradient is None:
+            engine.flush([slot.segment])
+        else:
+            engine.transfers.send_home(slot.segment, gradient)
         with engine.lock:
             binding.bump_version()
-            run.version = binding.version()
+            if binding.run is not None:
+                binding.run.version = binding.version()
         adopted.masters.written(binding)
-        job = _Job(self, binding, run, states, low_is_valid=low_is_valid)
+        job = Job(self, binding, states, low_is_valid=low_is_valid, keeps_gradient=is_kept)
         binding.pending = job
         job.start(self._threads(), values)
         return True
 
-    def _values(self, adopted: AdoptedOptimizer, group_index: int, binding: Binding) -> AdamValues:
+    def unit(self, group_index: int, binding: Binding) -> CpuUnit:
+        """The update of an assigned parameter in ``step()``."""
+        return CpuUnit(self, group_index, binding)
+
+    def _is_at_home(self, binding: Binding) -> bool:
+        """Whether the home in host memory is, or will be once flushed, where the value is."""
+        return int(self._engine.table.home[binding.segment.first_page]) == Home.HOST and self._has_home(
+            binding
+        )
+
+    def _leave(self, segments: list[Segment]) -> bool:
+        """Send segments home; whether none of them is on the device any more."""
+        engine = self._engine
+        there = [segment for segment in segments if engine.runs_of(segment)]
+        if there:
+            engine.evict_segments(there)
+        return not any(engine.runs_of(segment) for segment in there)
+
+    def _values(self, adopted: AdoptedOptimizer, group: Mapping[str, Any], binding: Binding) -> AdamValues:
         """The values of this step; counts it in the user's state."""
-        group = adopted.optimizer.param_groups[group_index]
         step = adopted.optimizer.state[binding.tensor]["step"]
         known = self._counts.get(binding)
         # Fused optimizers count on the device: asking there would wait for all that is enqueued.
@@ -246,113 +298,3 @@ class CpuUpdates:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-class _Job:
-    """One parameter's update on the CPU; until somebody uses the parameter, what its use has to wait for."""
-
-    def __init__(
-        self,
-        owner: CpuUpdates,
-        binding: Binding,
-        run: Run,
-        states: dict[str, Binding],
-        *,
-        low_is_valid: bool,
-    ) -> None:
-        self._owner = owner
-        self._engine = binding.mmu.engine
-        self._binding = binding
-        self._run = run
-        self._states = states
-        self._low_is_valid = low_is_valid
-        self._began = 0.0
-        self._handle: UpdateHandle | None = None
-
-    def start(self, pool: UpdatePool, values: AdamValues) -> None:
-        """Queue the update."""
-        segment = self._binding.segment
-        homes = {key: self._home(state) for key, state in self._states.items()}
-        gradient = self._binding.gradient
-        assert gradient is not None
-        kernel = CpuAdam(
-            self._home(self._binding),
-            homes.get(LOW),
-            homes[_MOMENTS[0]],
-            homes[_MOMENTS[1]],
-            self._home(gradient),
-        )
-        scalars = values.scalars()
-        slices = [
-            _Slice(kernel, begin, end, scalars)
-            # One for each thread: to take the next one a thread needs the GIL, which the training wants too.
-            for begin, end in cut_into_slices(
-                segment.num_elements, pool.num_threads, longest=segment.num_elements
-            )
-        ]
-        self._handle = pool.submit(slices, wait=self._wait, done=self._done)
-
-    def _home(self, binding: Binding) -> torch.Tensor:
-        segment = binding.segment
-        return self._engine.transfers.home_view(segment).view(segment.dtype)[: segment.num_elements]
-
-    def _wait(self) -> None:
-        transfers = self._engine.transfers
-        gradient = self._binding.gradient
-        assert gradient is not None
-        transfers.home_bytes(gradient.segment, write=False)
-        for binding in (self._binding, *self._states.values()):
-            transfers.home_bytes(binding.segment, write=True)
-        if LOW in self._states and not self._low_is_valid:
-            self._home(self._states[LOW]).zero_()
-        self._began = time.perf_counter()
-
-    def _done(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._owner.failed(self._binding, error)
-            return
-        self._owner.count(self._began, self._binding.segment.num_elements)
-        engine = self._engine
-        ready = engine.transfers.send_to_device(self._run)
-        with engine.lock:
-            self._run.ready = ready
-            # Nobody uses the new value yet, and the host has waited for who used the old one.
-            self._run.waited.clear()
-            self._run.users.clear()
-
-    # -- what the binding asks of a waiting update -------------------------------------------------
-
-    def run(self, binding: Binding) -> None:
-        """The parameter is wanted: wait until its new value is on its way to the device."""
-        handle = self._handle
-        if handle is None:
-            return
-        began = time.perf_counter()
-        try:
-            handle.result()
-        finally:
-            if handle.is_done() and binding.pending is self:
-                binding.pending = None
-            self._engine.counters.add(stall_seconds=time.perf_counter() - began)
-
-    def is_released(self, binding: Binding) -> bool:
-        """The gradient was used up; nobody can see it."""
-        return False
-
-    def release(self, binding: Binding) -> None:
-        """There is no gradient to drop."""
-
-
-class _Slice:
-    """A part of the pass, for one thread."""
-
-    __slots__ = ("_begin", "_end", "_kernel", "_scalars")
-
-    def __init__(self, kernel: CpuAdam, begin: int, end: int, scalars: tuple[Any, ...]) -> None:
-        self._kernel = kernel
-        self._begin = begin
-        self._end = end
-        self._scalars = scalars
-
-    def __call__(self) -> None:
-        self._kernel.run(self._begin, self._end, self._scalars)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from pager.optim.adopted import AdoptedOptimizer
+    from pager.optim.cpu_job import CpuUnit
 
 
 class Update:
@@ -74,7 +75,9 @@ class Update:
         self.writes_gradients = self.attributes.get("grad_scale") is not None
         adopted.page_existing_state()
         self._num_states = len(optimizer.state)
-        self.todo: deque[SmallUnit | PagedUnit | StreamedUnit] = deque(self._units() if collect else ())
+        self.todo: deque[SmallUnit | PagedUnit | StreamedUnit | CpuUnit] = deque(
+            self._units() if collect else ()
+        )
         # What waits until the parameters are used next; begun when everything else is done.
         self.later: Deferred | None = self._defer()
 
@@ -88,7 +91,7 @@ class Update:
         viewed = {
             binding
             for binding in {unit.progress.binding for unit in waiting}
-            if any(map(is_viewed, (binding, *self.adopted.paged_states(binding).values())))
+            if any(map(is_viewed, self._seen_of(binding)))
         }
         waiting = [unit for unit in waiting if unit.progress.binding not in viewed]
         if not waiting:
@@ -97,7 +100,12 @@ class Update:
         self.todo = deque(unit for unit in self.todo if id(unit) not in left)
         return Deferred(self, waiting)
 
-    def _units(self) -> list[SmallUnit | PagedUnit | StreamedUnit]:
+    def _seen_of(self, binding: Binding) -> list[Binding]:
+        """What a user may hold views of, and look at or write to unseen: a parameter, its gradient, its states."""
+        slot = [binding.gradient] if binding.gradient is not None else []
+        return [binding, *slot, *self.adopted.paged_states(binding).values()]
+
+    def _units(self) -> list[SmallUnit | PagedUnit | StreamedUnit | CpuUnit]:
         adopted = self.adopted
         small = SmallUnit()
         paged: list[tuple[int, int, Binding]] = []
@@ -116,10 +124,15 @@ class Update:
                     paged.append((adopted.next_use(binding), group_index, binding))
         for _, group_index, binding in paged:
             self.writes_gradients |= adopted.probed(self.groups[group_index], binding).writes_gradients
-        units: list[SmallUnit | PagedUnit | StreamedUnit] = [small] if small.members else []
+        units: list[SmallUnit | PagedUnit | StreamedUnit | CpuUnit] = [small] if small.members else []
+        on_device: list[PagedUnit | StreamedUnit] = []
+        on_cpu = None if self.writes_gradients else adopted.on_cpu
         for _, group_index, binding in sorted(paged, key=lambda item: item[0]):
-            units.extend(self.units_of(group_index, binding))
-        return units
+            if on_cpu is not None and binding in on_cpu.assigned:
+                units.append(on_cpu.unit(group_index, binding))  # first: they have the longest way to go
+            else:
+                on_device.extend(self.units_of(group_index, binding))
+        return [*units, *on_device]
 
     def units_of(self, group_index: int, binding: Binding) -> list[PagedUnit] | list[StreamedUnit]:
         """The units of one parameter's update."""
@@ -149,20 +162,16 @@ class Update:
             depends_on=self.adopted.cut_depends_on(self.groups[group_index], binding),
         )
 
-    def fits(self, units: list[StreamedUnit], group_index: int) -> bool:
-        """Whether the streamed units of an earlier step are those that this one would make."""
-        if not units:
+    def take_again(self, group_index: int, binding: Binding, units: list[StreamedUnit]) -> bool:
+        """Let the streamed units of an earlier step be those of this one; False if it would cut the parameter
+        otherwise.
+        """
+        keys = self.adopted.probed(self.groups[group_index], binding).state_dtypes
+        if not units or not can_stream(self.adopted, binding, keys):
             return False
-        progress = units[0].progress
-        binding = progress.binding
-        group = self.groups[group_index]
-        return (
-            len(units) == progress.num_units
-            and progress.group_index == group_index
-            and not self.writes_gradients
-            and progress.depends_on == self.adopted.cut_depends_on(group, binding)
-            and can_stream(self.adopted, binding, self.adopted.probed(group, binding).state_dtypes)
-        )
+        for unit in units:
+            unit.begin_again()
+        return self.adopt_units(group_index, binding, units)
 
     def adopt_units(self, group_index: int, binding: Binding, units: list[StreamedUnit]) -> bool:
         """Let units that were made ahead be those of this step; False if it would cut the parameter otherwise."""

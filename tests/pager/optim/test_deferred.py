@@ -83,6 +83,20 @@ def test_what_was_taken_before_the_step_shows_what_torch_shows(name: str, zeroes
     check_corner(corner)
 
 
+@pytest.mark.parametrize("name", ["gradient", "a row of the gradient", "gradient's data"])
+def test_a_gradient_that_is_written_to_after_the_step_was_stepped_as_it_was(name: str) -> None:
+    def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
+        optimizer.zero_grad()
+        backward(model, 5)
+        held = HELD[name](model, optimizer)
+        optimizer.step()
+        held.zero_()
+        report("weight", weight(model).detach().clone())
+        report("gradient", weight(model).grad.clone())
+
+    check_corner(corner)
+
+
 def test_a_gradient_kept_over_zero_grad_stays_what_it_was() -> None:
     def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
         kept = [param.grad for param in model.parameters()]

@@ -1,0 +1,243 @@
+"""Updates on the CPU in ``step()``: the same training within the kernel's tolerance, nothing lost on the way."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pager
+from pager.config import Checks
+from pager.optim import on_cpu
+from pager.optim.adamw_cpu import CpuAdam
+from tests.races.scenarios import handle_of
+
+WIDTH = 160
+NUM_LAYERS = 8
+# All parameters stay on the device, and some of them stream.
+BUDGETS = {"staying": "2MiB", "streaming": "700KiB"}
+LONG = 60.0
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Layers of 100 KB in fp32."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_LAYERS))
+    return nn.Sequential(*layers).to(dtype)
+
+
+class Jobs:
+    """The updates that the CPU began."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        start = on_cpu.Job.start
+
+        def counting(job: Any, *args: Any) -> None:
+            self.names.append(job._binding.name)
+            start(job, *args)
+
+        monkeypatch.setattr(on_cpu.Job, "start", counting)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Counts them."""
+    return Jobs(monkeypatch)
+
+
+def manage(model: nn.Module, optimizer: Any, budget: str, **knobs: Any) -> Any:
+    """The model's handle."""
+    switches = {"daemon": "inline", **knobs.pop("switches", {})}
+    checks = Checks(streams="late", happens_before=True, poison=True, page_all=True, **switches)
+    knobs = {"update_on": "cpu", **knobs}
+    pager.manage(
+        model, optimizer, device="cpu", page_size="16KiB", device_budget=budget, checks=checks, **knobs
+    )
+    return handle_of(model)
+
+
+def batches(count: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """The same ones each time."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(4, WIDTH, generator=generator).to(dtype)
+
+
+def backward(model: nn.Module, x: Tensor) -> Tensor:
+    """A backward; its loss."""
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def check_close(model: nn.Module, plain: nn.Module) -> None:
+    """The weights are those of plain training, but for the kernel's last bits."""
+    ours, theirs = dict(model.state_dict()), dict(plain.state_dict())
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def adamw(model: nn.Module, **values: Any) -> torch.optim.AdamW:
+    """With a learning rate that shows."""
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **values})
+
+
+@pytest.mark.parametrize("daemon", ["inline", "thread"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("where", ["cpu", "auto"])
+def test_trains_as_plain_torch_does(
+    where: str, budget: str, accumulation: int, daemon: str, jobs: Jobs
+) -> None:
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    handle = manage(model, optimizers[1], BUDGETS[budget], update_on=where, switches={"daemon": daemon})
+    for number, x in enumerate(batches(6 * accumulation), start=1):
+        expected, found = backward(plain, x), backward(model, x)
+        torch.testing.assert_close(found, expected)
+        if number % accumulation == 0:
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+    assert jobs.names
+    check_close(model, plain)
+    handle.close()
+    check_close(model, plain)
+
+
+def test_bf16_with_masters(jobs: Jobs) -> None:
+    """The weight is its master rounded: a last bit of the master seldom shows."""
+    plain, model = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    masters = [(p, p.detach().float().requires_grad_()) for p in plain.parameters()]
+    of_plain = torch.optim.AdamW([master for _, master in masters], lr=1e-3)
+    optimizer = adamw(model)
+    handle = manage(model, optimizer, "400KiB", master="float32")
+    for x in batches(5, torch.bfloat16):
+        backward(plain, x)
+        backward(model, x)
+        for param, master in masters:
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        of_plain.step()
+        with torch.no_grad():
+            for param, master in masters:
+                param.copy_(master)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert jobs.names
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        differing = (ours.detach() != theirs.detach()).float().mean()
+        assert differing < 1e-3
+    handle.close()
+
+
+def test_the_share_is_a_part_and_those_used_last_first(jobs: Jobs) -> None:
+    model = make_model()
+    optimizer = adamw(model)
+    handle = manage(model, optimizer, BUDGETS["staying"], update_on="auto")
+    for x in batches(3):
+        backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    first = jobs.names[0]
+    assert first == f"{NUM_LAYERS - 1}.0.weight"
+    assert len(set(jobs.names)) < NUM_LAYERS
+    handle.close()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_what_can_be_seen_after_the_step(budget: str, jobs: Jobs) -> None:
+    """The gradient stays what it was until it is dropped; values and states are those after the step."""
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS[budget])
+    for x in batches(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(each, x)
+            optimizer.step()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad.clone(), theirs.grad)
+        saved, expected = (copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in optimizers)
+        torch.testing.assert_close(saved, expected, rtol=1e-5, atol=1e-6)
+    assert jobs.names
+    held = [p.grad for p in model.parameters()]
+    optimizers[1].zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    for gradient, theirs in zip(held, plain.parameters(), strict=True):
+        torch.testing.assert_close(gradient, theirs.grad)
+    check_close(model, plain)
+    handle.close()
+
+
+def test_a_parameter_of_which_a_view_is_held_shows_the_step_at_once(jobs: Jobs) -> None:
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS["staying"])
+    rows = [each.get_parameter("7.0.weight").detach()[0] for each in (plain, model)]
+    for x in batches(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            backward(each, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(rows[1].clone(), rows[0])
+    assert "7.0.weight" not in jobs.names
+    del rows
+    handle.close()
+
+
+def test_pages_are_not_brought_while_the_cpu_writes_their_home(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    optimizer = adamw(model)
+    handle = manage(model, optimizer, BUDGETS["streaming"])
+    x = next(batches(1))
+    for _ in range(2):
+        backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    gate = threading.Event()
+    run = CpuAdam.run
+
+    def held_up(*args: Any) -> None:
+        assert gate.wait(LONG)
+        run(*args)
+
+    monkeypatch.setattr(CpuAdam, "run", held_up)
+    backward(model, x)
+    jobs.names.clear()
+    optimizer.step()
+    assert jobs.names
+    engine = handle._runtime.engine
+    bindings = [b for b in handle._runtime.mmu.bindings.values() if b.name in jobs.names and b.owner is b]
+    for binding in bindings:
+        engine.prefetch(binding.segment, 0, binding.segment.num_pages, ticks_ahead=0)
+        assert not engine.runs_of(binding.segment)
+    gate.set()
+    model(x)
+    assert not engine.being_written
+    handle.close()
+
+
+def test_a_gradient_scaler_leaves_it_to_the_device(jobs: Jobs) -> None:
+    """A fused step divides the gradients in place, which the kernel does not."""
+    model = make_model()
+    optimizer = adamw(model, fused=True)
+    handle = manage(model, optimizer, BUDGETS["streaming"])
+    scaler = torch.amp.GradScaler("cpu")
+    for x in batches(3):
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert not jobs.names
+    handle.close()
