@@ -33,3 +33,16 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
     return disable()
+
+
+@contextlib.contextmanager
+def apart(device_type: str) -> Iterator[None]:
+    """Work of the runtime's own, in the midst of whatever the user is doing: autocast, inference mode, any mode."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device_type, enabled=False),
+        torch._C.DisableTorchFunction(),
+        without_dispatch_modes(),
+    ):
+        yield

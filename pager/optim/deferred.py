@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.interrupts import uninterrupted
-from pager.mmu.modes import without_dispatch_modes
+from pager.mmu.modes import apart
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -171,12 +171,5 @@ def isolated(update: Update) -> Iterator[None]:
     """Run an update from inside whatever the user is doing: a forward under autocast, in inference mode, under a
     dispatch mode of a checkpoint. None of it may see, or change, the update.
     """
-    device_type = update.adopted.engine.device.torch_device.type
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device_type, enabled=False),
-        torch._C.DisableTorchFunction(),
-        without_dispatch_modes(),
-    ):
+    with apart(update.adopted.engine.device.torch_device.type):
         yield
