@@ -144,11 +144,13 @@ class Clipping:
         """The gradients there are: bindings of paged ones, and ordinary tensors."""
         found: list[Binding | torch.Tensor] = []
         for param in params:
-            own = isinstance(param, Paged) and param._pager.mmu is self._mmu
-            gradient = self._mmu.gradients.get(param._pager) if own else param.grad
+            if not isinstance(param, Paged) or param._pager.mmu is not self._mmu:
+                found += [] if param.grad is None else [param.grad]
+                continue
+            gradient = self._mmu.gradients.get(param._pager)
             if gradient is not None:
                 # One that is still part of a graph is an ordinary tensor.
-                found.append(gradient._pager if isinstance(gradient, Paged) and own else gradient)
+                found.append(gradient._pager if isinstance(gradient, Paged) else gradient)
         return found
 
     def _total(self, found: Sequence[Binding | torch.Tensor], norm_type: float) -> torch.Tensor:
