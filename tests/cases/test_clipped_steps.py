@@ -17,7 +17,7 @@ from torch import nn
 from pager.engine.staging import Staging
 from pager.errors import ConfigError, PagerClosed
 from tests import models
-from tests.cases.clipping import HELD, clip, expect_owed, numpy_of
+from tests.cases.clipping import HELD, Halves, clip, expect_owed, numpy_of
 from tests.cases.plainly import MAKERS, Pair, checks
 from tests.cases.same import Report, check_equal, check_same, copied, manage, train_step
 from tests.pager.optim.waiting import (
@@ -136,18 +136,6 @@ def test_gradients_of_several_dtypes() -> None:
             optimizer.step()
 
     check_same(make, script, share=0.25)
-
-
-class Halves(torch.optim.SGD):
-    """Not torch's own, and it writes to the gradients it is given."""
-
-    def step(self, closure: Any = None) -> Any:
-        """One step."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.mul_(0.5)
-        return super().step(closure)
 
 
 class Own(torch.optim.AdamW):
