@@ -97,8 +97,8 @@ class Clipping:
         if norm_type is None:
             return
         slot.norm = None
-        if run.pins > 1 or run.escaped:
-            return  # somebody else has a view, and may write through it without being counted
+        if run.escaped:
+            return  # somebody has an alias, and may write through it without being counted
         device = self._mmu.engine.device
         with apart(device.torch_device.type):
             value = torch.linalg.vector_norm(view, norm_type)
@@ -179,7 +179,6 @@ class Clipping:
             and known.stream == device.current_stream().index
             # Under autocast torch may take the norm in another dtype.
             and not torch.is_autocast_enabled(device.torch_device.type)
-            and not self._is_viewed(slot)
         ):
             return known.value
         _, view = mmu.fault(slot, current_phase(), what=f"the norm of the gradient of {slot.name}")

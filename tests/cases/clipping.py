@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.pager.optim.waiting import weight
 
-MAX_NORM = 0.05  # below every norm that occurs
+MAX_NORM = 1e-3  # below every norm that occurs
 
 
 def clip(model: Any, max_norm: float = MAX_NORM, **options: Any) -> Tensor:

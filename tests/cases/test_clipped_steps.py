@@ -162,7 +162,7 @@ def test_updates_that_do_not_wait_stream_or_are_cut(make: Any) -> None:
             train_step(case, model, step)
             report("norm", clip(model))
             optimizer.step()
-            report("norm after the step", clip(model, 0.01))
+            report("norm after the step", clip(model, 3e-4))
             report("grads", [p.grad for p in model.parameters()])
 
     check_same(lambda: models.make_mlp().model, script, share=0.25)
@@ -200,11 +200,11 @@ def test_a_model_that_fits() -> None:
 
 
 def again(model: Any, optimizer: Any) -> Any:
-    return clip(model, 0.01)
+    return clip(model, 3e-4)
 
 
 def torchs_own(model: Any, optimizer: Any) -> Any:
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False)
+    return nn.utils.clip_grad_norm_(model.parameters(), 3e-4, foreach=False)
 
 
 def another_backward(model: Any, optimizer: Any) -> Any:
@@ -346,7 +346,7 @@ def test_what_was_taken_before_clipping_shows_it(name: str, zeroes: bool) -> Non
         held = HELD[name](model)
         report("norm", clip(model))
         report("clipped", held)
-        report("norm again", clip(model, 0.01))
+        report("norm again", clip(model, 3e-4))
         report("clipped again", held)
         optimizer.step()
         if zeroes:
@@ -532,7 +532,7 @@ def test_an_interrupted_update_is_finished_with_its_factor(
             assert bool(pending(model)) is not own
         else:
             optimizer.step()
-        report("norm", clip(model, 0.01))
+        report("norm", clip(model, 3e-4))
         report("grads", [p.grad for p in model.parameters()])
         report("values", list(model.parameters()))
 
