@@ -316,34 +316,76 @@ def test_who_clips_no_more_pays_no_more() -> None:
 
 
 class Looks(torch.optim.AdamW):
-    """Not torch's own: in the midst of each step it looks at a gradient whose turn is yet to come."""
+    """Not torch's own: what it is stepped with may look around."""
 
-    looks_at: Callable[[], torch.Tensor]
-    seen: list[torch.Tensor]
+    look: Callable[[], None]
 
     def step(self, closure: Any = None) -> Any:
         """One step."""
-        self.seen.append(self.looks_at().clone() if len(self.seen) == 2 else torch.zeros(1))
+        self.look()
         return super().step(closure)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("index", [4, 5, 6, 11])
+@pytest.mark.parametrize("index", [2, 5, 8, 10, 11])
 def test_a_look_from_inside_the_update(index: int, budget: str) -> None:
-    """Units that were fetched ahead hold the gradient as it was before that."""
+    """At a gradient whose turn is yet to come: units that were fetched ahead hold it as it was before."""
+    plain, model = make_net(), manage(make_net(), device_budget=budget, checks=CHECKS)
+    calls = 0
+    # The user's own, that of the small tensors, three of each parameter before: the next unit is fetched by now.
+    last = 2 + 3 * index
 
-    def script(model: Any, report: Report) -> None:
-        optimizer = Looks(model.parameters(), lr=0.01)
-        optimizer.looks_at = lambda: weight(model, index).grad
+    def look() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            expect_owed(model)
+            weight(model, index).grad.sum()
+
+    for one in (plain, model):
+        optimizer = Looks(one.parameters(), lr=0.01)
+        optimizer.look = look if one is model else int  # type: ignore[assignment]
         for step in range(4):
             optimizer.zero_grad()
-            backward(model, step)
-            report("norm", clip(model))
-            optimizer.seen = []
+            backward(one, step)
+            clip(one)
+            calls = 0
             optimizer.step()
-            report("values", list(model.parameters()))
+            if one is model:
+                assert calls > last
+                assert weight(model, index)._pager.gradient not in owed(model)
+    for name in ("grad", "data"):
+        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+            check_equal(getattr(expected, name), copied(getattr(found, name)), name)
+    model.pager.close()
 
-    check_same(make_net, script, device_budget=budget, checks=CHECKS)
+
+class Noting(TorchDispatchMode):
+    """A user's mode that counts what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_users_sees_neither_norms_nor_scaling() -> None:
+    model = manage(make_net(), device_budget=BUDGETS[0], checks=CHECKS)
+    optimizer = make_adamw(model)
+    train_clipped(model, optimizer, range(2))
+    with Noting() as mode:
+        backward(model, 2)
+    assert weight(model)._pager.gradient.norm is not None
+    clip(model)
+    with mode:
+        weight(model).grad.neg()
+    assert weight(model)._pager.gradient not in owed(model)
+    assert "aten.neg.default" in mode.seen
+    assert not [name for name in mode.seen if "vector_norm" in name or "mul_" in name]
+    model.pager.close()
 
 
 def test_many_threads_look_at_once() -> None:
