@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -145,6 +146,28 @@ class Handle:
             yield
         finally:
             in_backward.accumulating = False
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of all parameters by their total norm; returns that norm, a 0-dim tensor on the device.
+
+        The same bits as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ..., foreach=False)``, which works too,
+        but pages gradients in and out. Here norms are taken as gradients arrive (from the second call on; a gradient
+        that was changed since, as by ``GradScaler.unscale_``, is read again) and the update does the scaling.
+
+        Raises ConfigError with ``update_at="backward"``, RuntimeError for a norm that is not finite if
+        ``error_if_nonfinite`` (which waits for the device).
+        """
+        self._runtime.check_open()
+        if self._runtime.in_backward is not None:
+            raise ConfigError(
+                "clip_grad_norm_() needs all gradients before the first update, but with update_at='backward' each is "
+                "used up as soon as it is final. Manage the model with update_at='step' to clip."
+            )
+        return self._runtime.mmu.clipping.clip(
+            self._runtime.model.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
 
     @contextlib.contextmanager
     def resident(self, module: nn.Module) -> Iterator[None]:

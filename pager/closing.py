@@ -116,7 +116,9 @@ class Closing:
                 begin = run.first * segment.page_size
                 resident = engine.arena.bytes_of(run.frame, run.num_bytes)
                 data[begin : begin + run.num_bytes].copy_(resident)
-        return strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
+        value = strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
+        scale = binding.scale
+        return value if scale is None or scale.factor is None else value.mul_(scale.factor.cpu())
 
     def _release(self) -> None:
         """Give everything back, whatever fails on the way."""

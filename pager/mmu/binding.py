@@ -9,6 +9,7 @@ import torch
 if TYPE_CHECKING:
     from pager.address_space import Segment
     from pager.engine.run import Run
+    from pager.mmu.clipping import Norm, Scale
     from pager.mmu.mmu import Mmu
 
 # Slots of the C++ class, called with torch functions disabled: they act on the tensor object, not on its
@@ -89,12 +90,14 @@ class Binding:
         "keep",
         "meta",
         "mmu",
+        "norm",
         "original_class",
         "owner",
         "pending",
         "phantom",
         "pointed",
         "run",
+        "scale",
         "segment",
         "tensor",
         "users",
@@ -119,6 +122,9 @@ class Binding:
         self.owner: Binding = self
         # Set while the parameter's last update waits for its next use (`pager.optim.deferred`).
         self.pending: Pending | None = None
+        # Of a gradient: its norm, if it was taken on arrival, and what clipping still owes it (`pager.mmu.clipping`).
+        self.norm: Norm | None = None
+        self.scale: Scale | None = None
         # Versions counted by tensors that stood here before, so that a saved version never fits another
         # tensor.
         self.versions_before = 0

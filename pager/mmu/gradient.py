@@ -17,6 +17,7 @@ import torch
 from pager.errors import ConfigError
 from pager.graph.access_trace import Phase
 from pager.mmu.binding import Binding, NoTorchFunction
+from pager.mmu.clipping import scaled_copy
 from pager.mmu.parameter import PagedTensor, make_ordinary, page_tensor
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Gradients:
         """Add a gradient to the one in the segment, or begin it there."""
         slot = binding.gradient
         assert slot is not None
-        self._mmu.before_access([binding])
+        self._mmu.before_access([slot])
         self._settle(slot)
         self.generation += 1
         overwrite = not self._mmu.engine.has_value(slot.segment)
@@ -103,7 +104,7 @@ class Gradients:
                 f"{binding.name}: its gradient is {grad.dtype}, the parameter {slot.segment.dtype}; gradients of "
                 "another dtype cannot be paged"
             )
-        _, view = self._mmu.fault(
+        run, view = self._mmu.fault(
             slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}"
         )
         with torch.no_grad():
@@ -112,6 +113,7 @@ class Gradients:
             else:
                 view.add_(grad)
         slot.bump_version()
+        self._mmu.clipping.arrived(slot, run, view)
 
     def take_from_graph(self, binding: Binding) -> None:
         """At the optimizer step: a gradient that still is part of a graph is taken without it."""
@@ -165,16 +167,17 @@ class Gradients:
 
         def value(slot: Binding) -> torch.Tensor:
             _, view = mmu.fault(slot, Phase.GRADIENT, what=f"keeping the old gradient of {slot.name}")
-            return view.clone()
+            return scaled_copy(view, slot.scale)
 
         pending = slot.owner.pending
-        if pending is not None:
-            if not pending.is_released(slot.owner):
-                let_go(slot, value)
-                pending.release(slot.owner)
-            return
-        let_go(slot, value)
-        mmu.engine.discard(slot.segment)
+        if pending is None:
+            let_go(slot, value)
+            mmu.engine.discard(slot.segment)
+        elif not pending.is_released(slot.owner):
+            let_go(slot, value)
+            pending.release(slot.owner)
+        # A waiting update has it still.
+        slot.scale = None
 
 
 def let_go(slot: Binding, value_of: Callable[[Binding], torch.Tensor]) -> None:

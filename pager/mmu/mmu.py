@@ -19,6 +19,7 @@ from pager.graph.access import can_see_hooks_beneath, current_phase, pop_hooks, 
 from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
+from pager.mmu.clipping import Clipping
 from pager.mmu.modes import ordinary_tensors, without_dispatch_modes
 from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
@@ -48,6 +49,7 @@ class Mmu:
         self.unfinished: list[Callable[[], None]] = []
         self.aliases = HomeAliases(self)
         self.gradients: Gradients
+        self.clipping = Clipping(self)
         # Where a segment's next forward use lies in the trace; the order of the optimizer's update.
         self.update_order: Callable[[int], int] = lambda segment: segment
         # Set by the paged model: give a binding a segment of another dtype or layout; undo a refused move.
@@ -101,8 +103,8 @@ class Mmu:
             leases.clear()  # a traceback may keep this frame alive
 
     def before_access(self, bindings: Sequence[Binding]) -> None:
-        """Finish optimizer steps that were interrupted, and updates of these tensors that waited for this: nobody
-        sees or disturbs half a step.
+        """Finish optimizer steps that were interrupted, updates of these tensors that waited for this, and the clipping
+        of these gradients: nobody sees or disturbs half a step.
         """
         if self.unfinished:
             for finish in tuple(self.unfinished):
@@ -111,6 +113,8 @@ class Mmu:
             owner = binding.owner
             if owner.pending is not None:
                 owner.pending.run(owner)
+            if binding.scale is not None:
+                self.clipping.apply(binding)
 
     def enter(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
         """Make the tensors resident and point them at their frames; returns the leases that hold them.
@@ -278,6 +282,7 @@ class Mmu:
         self._check_values([binding], "an access")
         run, tensor = self.fault(binding, current_phase())
         run.escaped = True
+        binding.norm = None
         return tensor
 
     def ordinary_copy(self, binding: Binding) -> torch.Tensor:
@@ -295,6 +300,7 @@ class Mmu:
     def end_step(self) -> None:
         """Drop what was held to the end of the step; show its values in state dicts that are held."""
         self.release_held()
+        self.clipping.end_step()
         self.aliases.refresh()
 
     def release_held(self) -> None:

@@ -38,3 +38,27 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
     return disable()
+
+
+def apart(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Work of the runtime's own, in the midst of whatever the user is doing: autocast, inference mode, any mode."""
+    if (
+        torch.is_inference_mode_enabled()
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled(device_type)
+        or in_dispatch_mode()
+    ):
+        return _apart(device_type)
+    return torch._C.DisableTorchFunction()  # inside backward there is nothing else, and this costs a tenth
+
+
+@contextlib.contextmanager
+def _apart(device_type: str) -> Iterator[None]:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device_type, enabled=False),
+        torch._C.DisableTorchFunction(),
+        without_dispatch_modes(),
+    ):
+        yield

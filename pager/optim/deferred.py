@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.interrupts import uninterrupted
-from pager.mmu.modes import in_dispatch_mode, without_dispatch_modes
+from pager.mmu.modes import apart
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -170,24 +170,4 @@ def isolated(update: Update) -> contextlib.AbstractContextManager[Any]:
     """Run an update from inside whatever the user is doing: a forward under autocast, in inference mode, under a
     dispatch mode of a checkpoint. None of it may see, or change, the update.
     """
-    device_type = update.adopted.engine.device.torch_device.type
-    if (
-        torch.is_inference_mode_enabled()
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled(device_type)
-        or in_dispatch_mode()
-    ):
-        return _isolated(device_type)
-    return torch._C.DisableTorchFunction()  # inside backward there is nothing else, and this costs a tenth
-
-
-@contextlib.contextmanager
-def _isolated(device_type: str) -> Iterator[None]:
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device_type, enabled=False),
-        torch._C.DisableTorchFunction(),
-        without_dispatch_modes(),
-    ):
-        yield
+    return apart(update.adopted.engine.device.torch_device.type)

@@ -204,6 +204,9 @@ class CpuUpdates:
         slot = binding.gradient
         assert slot is not None
         is_kept = gradient is None
+        if is_kept:
+            self._mmu.clipping.apply(slot)
+            engine.drain()
         if is_kept and (not self._is_at_home(slot) or any(map(is_viewed, (binding, slot)))):
             return False
         leaving = [state.segment for state in states.values()]

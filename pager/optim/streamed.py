@@ -17,6 +17,7 @@ import torch
 from pager.engine.staging import Range
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import strided_view
+from pager.mmu.clipping import scaled
 from pager.optim.master import join, split
 from pager.optim.masters import LOW
 from pager.optim.schedule import note_accesses, unit_ranges
@@ -189,7 +190,7 @@ class StreamedUnit:
                     states[key] = views[key].clone()
                 if self.progress.is_fresh and key != LOW:
                     del states[key]  # the class makes it
-            gradient = self._gradient(engine, binding, staged, leases)
+            gradient = scaled(self._gradient(engine, binding, staged, leases), self.progress.scale)
             if self.progress.has_master:
                 low = states.pop(LOW)
                 copy = self._master(views[_OWN], low).requires_grad_(True)

@@ -14,6 +14,7 @@ import torch
 
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, strided_view
+from pager.mmu.clipping import Scale, scaled, scaled_copy
 from pager.optim.master import join, split
 from pager.optim.masters import LOW
 from pager.optim.schedule import Slice, note_accesses, unit_ranges
@@ -36,6 +37,7 @@ class Progress:
     has_master: the parameter is stepped in fp32; low_is_valid: its low bits are those of its present value.
     scalars: the values of its state that are not paged, as they were when the step began; each unit starts from them.
     new_scalars: what the step makes of them, where the user has to see that before the units have run.
+    scale: what clipping owed the gradient when the step began.
     """
 
     binding: Binding
@@ -50,6 +52,7 @@ class Progress:
     scalars: dict[str, Any] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     new_scalars: dict[str, Any] | None = None
+    scale: Scale | None = None
 
     def keep_scalars(self, adopted: AdoptedOptimizer) -> None:
         """Remember the state's values that are not paged."""
@@ -225,7 +228,7 @@ class PagedUnit:
         if self.progress.has_master:
             return self._compute_master(update, views, places)
         copy = views[0].clone().requires_grad_(True)
-        copy.grad = views[1].clone()
+        copy.grad = scaled_copy(views[1], self.progress.scale)
         new_state = self._step(update, copy, views, places)
         if not update.writes_gradients:
             copy.grad = None
@@ -240,7 +243,7 @@ class PagedUnit:
             weight, low = views[0].contiguous(), views[places[LOW]].contiguous()
             master.copy_(join(weight, low, torch.empty_like(weight, dtype=torch.float32)))
         master.requires_grad_(True)
-        master.grad = views[1].float()
+        master.grad = scaled(views[1], self.progress.scale).float()
         new_state = self._step(update, master, views, places)
         whole = master.detach().contiguous()
         weight = torch.empty_like(whole, dtype=torch.bfloat16)
@@ -275,6 +278,8 @@ class PagedUnit:
         if result.grad is not None:
             views[1].copy_(result.grad)
             engine.mark_dirty(runs[1])
+            assert binding.gradient is not None
+            binding.gradient.norm = None
         for key, value in new_state.items():
             if not isinstance(value, torch.Tensor) or value.shape != result.shape or value.dim() == 0:
                 continue

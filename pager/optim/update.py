@@ -124,6 +124,9 @@ class Update:
                     paged.append((adopted.next_use(binding), group_index, binding))
         for _, group_index, binding in paged:
             self.writes_gradients |= adopted.probed(self.groups[group_index], binding).writes_gradients
+        for binding in [binding for *_, binding in paged] if self.writes_gradients else ():
+            assert binding.gradient is not None
+            adopted.mmu.clipping.apply(binding.gradient)
         units: list[SmallUnit | PagedUnit | StreamedUnit | CpuUnit] = [small] if small.members else []
         on_device: list[PagedUnit | StreamedUnit] = []
         on_cpu = None if self.writes_gradients else adopted.on_cpu
@@ -160,6 +163,7 @@ class Update:
             has_master=masters.has(binding),
             low_is_valid=masters.are_valid(binding),
             depends_on=self.adopted.cut_depends_on(self.groups[group_index], binding),
+            scale=None if binding.gradient is None else binding.gradient.scale,
         )
 
     def take_again(self, group_index: int, binding: Binding, units: list[StreamedUnit]) -> bool:

@@ -241,3 +241,23 @@ def test_a_gradient_scaler_leaves_it_to_the_device(jobs: Jobs) -> None:
         optimizer.zero_grad()
     assert not jobs.names
     handle.close()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_clipped_gradients_are_stepped_clipped(ours: bool, jobs: Jobs) -> None:
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS["streaming"])
+    for x in batches(4):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            backward(each, x)
+            if each is model and ours:
+                norm = handle.clip_grad_norm_(1e-3)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(each.parameters(), 1e-3, foreach=False)
+            assert norm > 1e-3
+            optimizer.step()
+            optimizer.zero_grad()
+    assert jobs.names
+    check_close(model, plain)
+    handle.close()

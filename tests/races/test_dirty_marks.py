@@ -199,12 +199,28 @@ def step_under_a_graph(
         handle_of(model).close()
 
 
+def clip_under_a_graph() -> None:
+    """Torch refuses a backward through a gradient that was clipped since, and so do we, though scaling waits."""
+    layer = make_managed_layer(skip_only(None))
+    try:
+        layer(torch.ones(1, 96)).sum().backward()
+        x = torch.ones(96, requires_grad=True)
+        assert layer.weight.grad is not None
+        before = (layer.weight.grad @ x).sum()
+        send_home(layer)
+        handle_of(layer).clip_grad_norm_(0.5)
+        expect_refusal(before)
+    finally:
+        handle_of(layer).close()
+
+
 CONTROLS: dict[str, Callable[[], None]] = {
     "engine/faults.py:Faults._begin_use:mark_dirty": overwrite_what_is_clean,
     "engine/leases.py:Leases._note_write:mark_dirty": write_in_place,
     "engine/leases.py:Leases.mark_dirty:mark_dirty": write_in_place,
     "engine/leases.py:Leases.wrote:mark_dirty": train_streaming,
     "mmu/gradient.py:Gradients.add:bump_version": accumulate_a_gradient_at_home,
+    "mmu/clipping.py:Clipping._count_write:bump_version": clip_under_a_graph,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,
     "mmu/mmu.py:_count_writes:bump_version": unscale_a_gradient,
     "optim/units.py:PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
