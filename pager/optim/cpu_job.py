@@ -18,6 +18,7 @@ from pager.optim.schedule import cut, note_accesses, unit_ranges
 if TYPE_CHECKING:
     import torch
 
+    from pager.device.base import Event
     from pager.mmu.binding import Binding
     from pager.optim.on_cpu import CpuUpdates
     from pager.optim.streamed import StreamedUnit
@@ -73,6 +74,11 @@ class Job:
         self._binding = binding
         # Of a parameter that stays on the device.
         self._run = binding.run if binding.fixed is not None else None
+        # The old value's last uses: after them the new one may take its place.
+        self._last_uses: list[Event] = []
+        if self._run is not None:
+            self._engine.note_uses(self._run)
+            self._last_uses += self._run.last_events().values()
         # Whether the user can see the gradient, and whether it was dropped since.
         self._keeps_gradient = keeps_gradient
         self._is_released = False
@@ -112,6 +118,9 @@ class Job:
         transfers = self._engine.transfers
         gradient = self._binding.gradient
         assert gradient is not None
+        for event in self._last_uses:
+            event.synchronize()
+        self._last_uses.clear()
         transfers.home_bytes(gradient.segment, write=False)
         for binding in (self._binding, *self._states.values()):
             transfers.home_bytes(binding.segment, write=True)

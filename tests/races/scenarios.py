@@ -319,10 +319,16 @@ def train_with_poison(skip: Skip, folder: Path) -> None:
 
 
 def train_layers(
-    skip: Skip, num_layers: int, budget: str, look: Callable[[Any], bool], **knobs: Any
+    skip: Skip,
+    num_layers: int,
+    budget: str,
+    look: Callable[[Any], bool],
+    *,
+    evaluates: bool = False,
+    **knobs: Any,
 ) -> list[list[torch.Tensor]]:
     """Weights after four steps of plain layers, unmanaged and managed; WrongBytes if ``look`` misses something in the
-    runtime.
+    runtime. ``evaluates``: looks at the model between backward and step too.
     """
     results = []
     for managed in (False, True):
@@ -337,6 +343,9 @@ def train_layers(
         for step in range(4):
             optimizer.zero_grad()
             model(x * (step + 1)).square().sum().backward()
+            if evaluates:
+                with torch.no_grad():
+                    model(x)
             optimizer.step()
         results.append([param.detach().clone() for param in model.parameters()])
         if managed:
@@ -354,9 +363,17 @@ def train_through_staging(skip: Skip, folder: Path) -> None:
 
 def train_on_the_cpu(skip: Skip, folder: Path) -> None:
     """Parameters that stay are updated in host memory, inside backward, and sent back."""
-    knobs = {"update_at": "backward", "update_on": "cpu"}
+    _train_on_the_cpu(skip, update_at="backward")
+
+
+def step_on_the_cpu_after_a_look(skip: Skip, folder: Path) -> None:
+    """The new value must not reach the device while somebody still reads the old one."""
+    _train_on_the_cpu(skip, evaluates=True)
+
+
+def _train_on_the_cpu(skip: Skip, **knobs: Any) -> None:
     plain, managed = train_layers(
-        skip, 6, "600KiB", lambda runtime: bool(runtime.in_backward.on_cpu.assigned), **knobs
+        skip, 6, "600KiB", lambda runtime: bool(runtime.on_cpu.assigned), update_on="cpu", **knobs
     )
     for index, (one, other) in enumerate(zip(plain, managed, strict=True)):
         if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
