@@ -217,6 +217,9 @@ class Faults(Leases):
         """Frames for a new run, registered, its pages ARRIVING or DIRTY. None if another thread was faster."""
         while True:
             with self.lock:
+                if sooner_than is None and segment.index in self.being_written:
+                    self.wait_for_change()
+                    continue
                 if self.runs_over(segment, first, num_pages):
                     return None
                 run = Run(segment, first, num_pages)

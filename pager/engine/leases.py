@@ -81,9 +81,9 @@ class Leases:
         self.num_prefetched_extents = 0
         self.num_prefetched_bytes = 0
         self.on_access: Callable[[], None] = _nothing
-        # Segments whose pages the update brings through staging: nothing for pagerd.
+        # Segments whose pages the update brings through staging, or needs at home: nothing for pagerd.
         self.streamed: set[int] = set()
-        # Segments whose homes the CPU is writing: pagerd leaves them alone until then.
+        # Segments whose homes the CPU is writing: their pages stay where they are until then.
         self.being_written: set[int] = set()
         # Asked when an operation has no room: let go of what stays here for speed only; whether there was any.
         self.give_up_kept: Callable[[], bool] = bool

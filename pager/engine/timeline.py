@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pager.graph.access_trace import AccessRow, AccessTrace, Phase
+from pager.interrupts import uninterrupted
 
 # Rows looked ahead on a mismatch: longer than any block of a network, short enough to cost microseconds.
 LOOK_AHEAD_ROWS = 256
@@ -91,6 +92,10 @@ class Timeline:
 
     def follow(self, trace: AccessTrace, micro_batches: int = 1) -> None:
         """Follow this one-micro-batch trace from its start, with ``micro_batches`` rounds before each update."""
+        with uninterrupted():
+            self._follow(trace, micro_batches)
+
+    def _follow(self, trace: AccessTrace, micro_batches: int) -> None:
         self._base = trace
         self.resize(int(trace.segment.max(initial=-1)) + 1)
         self.micro_batches = micro_batches

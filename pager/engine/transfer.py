@@ -10,14 +10,17 @@ A home on disk goes through a bounce buffer in host memory; there the host waits
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pager.device.base import Region
+from pager.interrupts import uninterrupted
 from pager.page_table import Home
 from pager.tiers.device_arena import merge_fence
 
@@ -91,6 +94,10 @@ class Transfers:
 
     def page_in_all(self, runs: Sequence[Run], *, stalls: bool = True) -> None:
         """The same for several runs at once: they have one event, and h2d waits once for each stream."""
+        with self._whole(runs):
+            self._page_in_all(runs, stalls=stalls)
+
+    def _page_in_all(self, runs: Sequence[Run], *, stalls: bool) -> None:
         h2d = self._device.h2d
         before: Fence = {}
         for run in runs:
@@ -115,6 +122,14 @@ class Transfers:
         for run in runs:
             run.ready = self._home_read[run.segment.index] = ready
         self._counters.add(page_in_bytes=num_bytes)
+
+    def _whole(self, runs: Sequence[Run]) -> AbstractContextManager[Any]:
+        """A copy between device and host memory and the event that tells of it are one act for a signal's handler.
+
+        Not so where a disk is waited for: its pages are in nobody's way meanwhile.
+        """
+        at_home = all(int(self._table.home[run.begin]) == Home.HOST for run in runs)
+        return uninterrupted() if at_home else contextlib.nullcontext()
 
     def _read_disk_run(self, run: Run, home_frame: int, *, stalls: bool) -> None:
         for offset, num_bytes in _extents(run.num_bytes):
@@ -153,6 +168,10 @@ class Transfers:
 
     def page_out_all(self, runs: Sequence[Run], *, stalls: bool = True) -> list[Event | None]:
         """The same for several runs at once: they share one event, and d2h waits once for each stream."""
+        with self._whole(runs):
+            return self._page_out_all(runs, stalls=stalls)
+
+    def _page_out_all(self, runs: Sequence[Run], *, stalls: bool) -> list[Event | None]:
         d2h = self._device.d2h
         before: Fence = {}
         for run in runs:
@@ -288,9 +307,10 @@ class Transfers:
     def forget(self, segment: Segment) -> None:
         """Drop the events of a segment that is no more, after they have passed."""
         for events in (self._home_written, self._home_read):
-            event = events.pop(segment.index, None)
+            event = events.get(segment.index)
             if event is not None:
-                event.synchronize()
+                event.synchronize()  # first: an interrupted wait must be known to whoever asks again
+                events.pop(segment.index, None)
 
     def _home(self, run: Run) -> tuple[int, int]:
         """The tier of a run's home, and its first frame there; a segment's home frames lie side by side."""

@@ -56,10 +56,13 @@ class Gradients:
         with NoTorchFunction():
             if not binding.tensor.requires_grad or binding.hook is not None:
                 return
-            if binding.gradient is None:
-                binding.gradient = self._make(binding)
-                binding.gradient.owner = binding
+            self._make_slot(binding)
             binding.hook = binding.tensor.register_post_accumulate_grad_hook(_take)
+
+    def _make_slot(self, binding: Binding) -> None:
+        if binding.gradient is None:
+            binding.gradient = self._make(binding)
+            binding.gradient.owner = binding
 
     def absorb(self, binding: Binding) -> None:
         """Move the gradient that autograd left on the parameter into the segment."""
@@ -116,9 +119,12 @@ class Gradients:
         self._mmu.clipping.arrived(slot, run, view)
 
     def take_from_graph(self, binding: Binding) -> None:
-        """At the optimizer step: a gradient that still is part of a graph is taken without it."""
+        """At the optimizer step: a gradient that still is part of a graph is taken without it, and one that the user
+        gave to a frozen parameter, which torch steps too.
+        """
         raw = binding.raw_grad()
-        if raw is not None and binding.gradient is not None:
+        if raw is not None:
+            self._make_slot(binding)
             binding.set_raw_grad(None)
             self.add(binding, raw.detach())
 

@@ -10,14 +10,17 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pager.interrupts import uninterrupted
-from pager.optim.adamw_cpu import AdamValues, CpuAdam
+from pager.optim.adamw_cpu import CpuAdam
 from pager.optim.cpu_pool import UpdateHandle, UpdatePool, cut_into_slices
 from pager.optim.masters import LOW
 from pager.optim.schedule import cut, note_accesses, unit_ranges
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+    from pager.address_space import Segment
     from pager.device.base import Event
     from pager.mmu.binding import Binding
     from pager.optim.on_cpu import CpuUpdates
@@ -65,6 +68,7 @@ class Job:
         owner: CpuUpdates,
         binding: Binding,
         states: dict[str, Binding],
+        segments: Sequence[Segment],
         *,
         low_is_valid: bool,
         keeps_gradient: bool,
@@ -83,12 +87,14 @@ class Job:
         self._keeps_gradient = keeps_gradient
         self._is_released = False
         self._states = states
+        # Whose homes it writes, and whose pages stay there meanwhile.
+        self._segments = segments
         self._low_is_valid = low_is_valid
         self._began = 0.0
         self._handle: UpdateHandle | None = None
 
-    def start(self, pool: UpdatePool, values: AdamValues) -> None:
-        """Queue the update."""
+    def slices(self, num_threads: int, scalars: tuple[Any, ...]) -> list[_Slice]:
+        """The parts of the pass, one for each thread."""
         segment = self._binding.segment
         homes = {key: self._home(state) for key, state in self._states.items()}
         gradient = self._binding.gradient
@@ -100,14 +106,12 @@ class Job:
             homes[MOMENTS[1]],
             self._home(gradient),
         )
-        scalars = values.scalars()
-        slices = [
-            _Slice(kernel, begin, end, scalars)
-            # One for each thread: to take the next one a thread needs the GIL, which the training wants too.
-            for begin, end in cut_into_slices(
-                segment.num_elements, pool.num_threads, longest=segment.num_elements
-            )
-        ]
+        # Not more: to take the next one a thread needs the GIL, which the training wants too.
+        cuts = cut_into_slices(segment.num_elements, num_threads, longest=segment.num_elements)
+        return [_Slice(kernel, begin, end, scalars) for begin, end in cuts]
+
+    def start(self, pool: UpdatePool, slices: list[_Slice]) -> None:
+        """Queue the update."""
         self._handle = pool.submit(slices, wait=self._wait, done=self._done)
 
     def _home(self, binding: Binding) -> torch.Tensor:
@@ -131,15 +135,13 @@ class Job:
     def _done(self, error: BaseException | None) -> None:
         if error is not None:
             self._owner.failed(self._binding, error)
+            self._owner.written(self._segments)
             return
         self._owner.count(self._began, self._binding.segment.num_elements)
         engine = self._engine
         run = self._run
+        self._owner.written(self._segments)
         if run is None:
-            index = self._binding.segment.index
-            with engine.lock:
-                engine.being_written.discard(index)
-                engine.horizon = min(engine.horizon, engine.timeline.next_use(index))
             return
         ready = engine.transfers.send_to_device(run)
         with engine.lock:

@@ -22,14 +22,16 @@ The arithmetic is torch's, but not its vector code: see the tolerance in `pager.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pager.errors import BudgetError
+from pager.interrupts import uninterrupted
 from pager.optim.adamw_cpu import AdamValues
 from pager.optim.cpu_job import MOMENTS, CpuUnit, Job
 from pager.optim.cpu_pool import UpdatePool, default_num_threads
@@ -70,8 +72,8 @@ class CpuUpdates:
         self._step_ended = 0.0
         self._rest_seconds = 0.0
         self._lock = threading.Lock()
-        # Of each parameter its step count, and the version of the user's tensor at which it was that.
-        self._counts: dict[Binding, tuple[int, int]] = {}
+        # Of each parameter its step count, and the user's tensor with the version at which it was that.
+        self._counts: dict[Binding, tuple[int, int, torch.Tensor]] = {}
         self.assigned: set[Binding] = set()
         self._busy_seconds = 0.0
         self._last_done = 0.0
@@ -173,6 +175,8 @@ class CpuUpdates:
             isinstance(beta, torch.Tensor) for beta in group["betas"]
         ):
             return False
+        if not all(0 <= beta < 1 for beta in group["betas"]):
+            return False
         slot = binding.gradient
         if adopted.stepped_dtype(binding) != torch.float32 or not binding.segment.dense or slot is None:
             return False
@@ -197,6 +201,16 @@ class CpuUpdates:
         """Begin the update of one parameter with its final gradient, None for that in its segment. False if the device
         has to do it.
         """
+        with uninterrupted():
+            return self._take(adopted, group, binding, gradient)
+
+    def _take(
+        self,
+        adopted: AdoptedOptimizer,
+        group: Mapping[str, Any],
+        binding: Binding,
+        gradient: torch.Tensor | None,
+    ) -> bool:
         if binding not in self.assigned or not self._can_update(binding, adopted, group):
             return False
         engine = self._engine
@@ -209,33 +223,66 @@ class CpuUpdates:
             engine.drain()
         if is_kept and (not self._is_at_home(slot) or any(map(is_viewed, (binding, slot)))):
             return False
+        step = adopted.optimizer.state[binding.tensor]["step"]
+        count = self._count(binding, step)
+        if count is None:
+            return False
+        # All that can go wrong comes before anything changes.
+        pool = self._threads()
+        scalars = self._values(adopted, group, count + 1).scalars()
         leaving = [state.segment for state in states.values()]
-        for segment in leaving:
-            engine.staging.forget(segment)
         if binding.fixed is None:
             leaving.append(binding.segment)
+        with self._being_written(leaving) as taken:
+            for segment in leaving:
+                engine.staging.forget(segment)
+            if not self._leave(leaving):
+                return False  # somebody holds one of them on the device
+            if engine.is_dirty(binding.segment):
+                engine.flush([binding.segment])
+            if gradient is None:
+                engine.flush([slot.segment])
+            else:
+                engine.transfers.send_home(slot.segment, gradient)
+            low_is_valid = adopted.masters.are_valid(binding)
+            job = Job(self, binding, states, leaving, low_is_valid=low_is_valid, keeps_gradient=is_kept)
+            slices = job.slices(pool.num_threads, scalars)
+            step += 1
+            self._counts[binding] = count + 1, step._version, step
             with engine.lock:
-                engine.being_written.add(binding.segment.index)
-        if not self._leave(leaving):
-            engine.being_written.discard(binding.segment.index)
-            return False  # somebody holds one of them on the device
-        if engine.is_dirty(binding.segment):
-            engine.flush([binding.segment])
-        values = self._values(adopted, group, binding)
-        low_is_valid = adopted.masters.are_valid(binding)
-        if gradient is None:
-            engine.flush([slot.segment])
-        else:
-            engine.transfers.send_home(slot.segment, gradient)
-        with engine.lock:
-            binding.bump_version()
-            if binding.run is not None:
-                binding.run.version = binding.version()
-        adopted.masters.written(binding)
-        job = Job(self, binding, states, low_is_valid=low_is_valid, keeps_gradient=is_kept)
-        binding.pending = job
-        job.start(self._threads(), values)
+                binding.bump_version()
+                if binding.run is not None:
+                    binding.run.version = binding.version()
+            adopted.masters.written(binding)
+            binding.pending = job
+            job.start(pool, slices)
+            taken.append(job)
+            engine.streamed |= {state.segment.index for state in states.values()}
         return True
+
+    @contextlib.contextmanager
+    def _being_written(self, segments: Sequence[Segment]) -> Iterator[list[Job]]:
+        """Keeps the pages of segments at home: until the job is done that the caller puts into the list, or to the
+        end.
+        """
+        taken: list[Job] = []
+        engine = self._engine
+        with engine.lock:
+            engine.being_written.update(segment.index for segment in segments)
+        try:
+            yield taken
+        finally:
+            if not taken:
+                self.written(segments)
+
+    def written(self, segments: Sequence[Segment]) -> None:
+        """The homes of segments are as they are to be: their pages may come."""
+        engine = self._engine
+        with engine.lock:
+            for segment in segments:
+                engine.being_written.discard(segment.index)
+                engine.horizon = min(engine.horizon, engine.timeline.next_use(segment.index))
+            engine.changed.notify_all()
 
     def unit(self, group_index: int, binding: Binding) -> CpuUnit:
         """The update of an assigned parameter in ``step()``."""
@@ -255,23 +302,27 @@ class CpuUpdates:
             engine.evict_segments(there)
         return not any(engine.runs_of(segment) for segment in there)
 
-    def _values(self, adopted: AdoptedOptimizer, group: Mapping[str, Any], binding: Binding) -> AdamValues:
-        """The values of this step; counts it in the user's state."""
-        step = adopted.optimizer.state[binding.tensor]["step"]
+    def _count(self, binding: Binding, step: torch.Tensor) -> int | None:
+        """How often the parameter was stepped, None for what is no whole number."""
         known = self._counts.get(binding)
         # Fused optimizers count on the device: asking there would wait for all that is enqueued.
-        count = known[0] if known is not None and known[1] == step._version else int(step.item())
-        step += 1
-        self._counts[binding] = count + 1, step._version
+        if known is not None and known[2] is step and known[1] == step._version:
+            return known[0]
+        value = float(step.item())
+        return int(value) if value >= 0 and value.is_integer() else None
+
+    @staticmethod
+    def _values(adopted: AdoptedOptimizer, group: Mapping[str, Any], step: int) -> AdamValues:
+        """The values of this step, the ``step``-th."""
+        is_adamw = isinstance(adopted.optimizer, torch.optim.AdamW)
         return AdamValues(
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=count + 1,
-            decoupled=isinstance(adopted.optimizer, torch.optim.AdamW)
-            or bool(group.get("decoupled_weight_decay", False)),
+            step=step,
+            decoupled=bool(group.get("decoupled_weight_decay", is_adamw)),
             maximize=bool(group.get("maximize", False)),
         )
 

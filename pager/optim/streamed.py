@@ -102,10 +102,16 @@ class StreamedUnit:
         staging = engine.staging
         if staging.holds(self):
             return True
-        if not staging.has_free_slot:
+        if not staging.has_free_slot or self._is_written_at_home(adopted):
             return False
         ranges = self._choose(adopted)
         return bool(ranges) and staging.fetch(self, ranges)
+
+    def _is_written_at_home(self, adopted: AdoptedOptimizer) -> bool:
+        """Whether the CPU is still at the last update: then what is at home is neither old nor new."""
+        written = adopted.engine.being_written
+        states = adopted.paged_states(self.progress.binding)
+        return bool(written) and any(state.segment.index in written for state in states.values())
 
     def _choose(self, adopted: AdoptedOptimizer) -> list[Range]:
         engine = adopted.engine

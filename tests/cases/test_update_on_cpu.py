@@ -15,6 +15,8 @@ import pager
 from pager.config import Checks
 from pager.optim import on_cpu
 from pager.optim.adamw_cpu import CpuAdam
+from pager.optim.streamed import StreamedUnit
+from pager.optim.update import Update
 from tests.races.scenarios import handle_of
 
 WIDTH = 160
@@ -206,14 +208,7 @@ def test_pages_are_not_brought_while_the_cpu_writes_their_home(
         optimizer.step()
         optimizer.zero_grad()
     model.state_dict()  # what the last step began is over
-    gate = threading.Event()
-    run = CpuAdam.run
-
-    def held_up(*args: Any) -> None:
-        assert gate.wait(LONG)
-        run(*args)
-
-    monkeypatch.setattr(CpuAdam, "run", held_up)
+    gate = Gate(monkeypatch)
     backward(model, x)
     jobs.names.clear()
     optimizer.step()
@@ -223,7 +218,7 @@ def test_pages_are_not_brought_while_the_cpu_writes_their_home(
     for binding in bindings:
         engine.prefetch(binding.segment, 0, binding.segment.num_pages, ticks_ahead=0)
         assert not engine.runs_of(binding.segment)
-    gate.set()
+    gate.opened.set()
     model(x)
     assert not engine.being_written
     handle.close()
@@ -266,5 +261,118 @@ def test_clipped_gradients_are_stepped_clipped(ours: bool, jobs: Jobs) -> None:
         for optimizer in optimizers
     ]
     torch.testing.assert_close(moments[1], moments[0], rtol=1e-4, atol=0.0)
+    check_close(model, plain)
+    handle.close()
+
+
+class Gate:
+    """Holds the CPU's updates up until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        run = CpuAdam.run
+
+        def held_up(*args: Any) -> None:
+            assert self.opened.wait(LONG)
+            run(*args)
+
+        monkeypatch.setattr(CpuAdam, "run", held_up)
+
+
+def train(model: nn.Module, optimizer: Any, count: int) -> None:
+    """Steps, of which everything is over."""
+    for x in batches(count):
+        backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.state_dict()
+
+
+def test_states_are_not_fetched_while_the_cpu_writes_their_home(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter may be the device's in the next step, whose first states are fetched early."""
+    model = make_model()
+    optimizer = adamw(model)
+    handle = manage(model, optimizer, BUDGETS["staying"])
+    train(model, optimizer, 2)
+    gate = Gate(monkeypatch)
+    backward(model, next(batches(1)))
+    optimizer.step()
+    (adopted,) = handle._runtime.optimizers
+    binding: Any = model.get_parameter("6.0.weight")._pager  # type: ignore[attr-defined]
+    assert binding.name in jobs.names
+    unit = Update(adopted, collect=False).units_of(0, binding)[0]
+    assert isinstance(unit, StreamedUnit)
+    assert adopted.engine.staging.has_free_slot
+    assert not unit.fetch(adopted)
+    gate.opened.set()
+    model.state_dict()
+    assert unit.fetch(adopted)
+    adopted.engine.staging.give_back(unit)
+    handle.close()
+
+
+def test_another_thread_waits_for_what_the_cpu_is_about_to_write() -> None:
+    """It has asked whether an update waits, and comes for the pages a moment later."""
+    model = make_model()
+    optimizer = adamw(model)
+    handle = manage(model, optimizer, BUDGETS["streaming"])
+    train(model, optimizer, 2)
+    engine = handle._runtime.engine
+    binding: Any = model.get_parameter("6.0.weight")._pager  # type: ignore[attr-defined]
+    engine.evict_segments([binding.segment])
+    engine.being_written.add(binding.segment.index)
+    found: list[Any] = []
+
+    def read() -> None:
+        found.append(engine.acquire(binding.segment, 0, binding.segment.num_pages))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(0.3)
+    assert not found
+    assert not engine.runs_of(binding.segment)
+    handle._runtime.on_cpu.written([binding.segment])
+    thread.join(LONG)
+    assert len(found) == 1
+    engine.release(found.pop())
+    engine.drain()
+    handle.close()
+
+
+def odd_groups() -> list[dict[str, Any]]:
+    """Values that torch takes, and the kernel may not."""
+    return [{"betas": (0.9, 1.0)}, {"decoupled_weight_decay": False}, {"maximize": True}, {"lr": 0}]
+
+
+@pytest.mark.parametrize("values", odd_groups(), ids=str)
+def test_odd_group_values_mean_what_they_mean_in_torch(values: dict[str, Any]) -> None:
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain, weight_decay=0.1), adamw(model, weight_decay=0.1)]
+    handle = manage(model, optimizers[1], BUDGETS["streaming"])
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        train(each, optimizer, 2)
+        optimizer.param_groups[0].update(values)
+        train(each, optimizer, 2)
+    check_close(model, plain)
+    handle.close()
+
+
+@pytest.mark.parametrize("count", [2.5, 500.0])
+def test_another_count_of_steps_is_seen(count: float, jobs: Jobs) -> None:
+    """Also in a tensor that was written to as often as the last one."""
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS["streaming"])
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        train(each, optimizer, 3)
+        for state in optimizer.state.values():
+            other = torch.tensor(count)
+            for _ in range(state["step"]._version):
+                other += 0
+            state["step"] = other
+        train(each, optimizer, 2)
+    assert jobs.names
     check_close(model, plain)
     handle.close()
