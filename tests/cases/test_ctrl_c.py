@@ -16,6 +16,7 @@ import pager
 from pager.config import Checks
 from pager.engine.leases import Leases
 from pager.graph.access import hooks_beneath
+from pager.graph.access_trace import AccessTrace
 from pager.mmu.binding import Binding
 from pager.page_table import PageTable
 
@@ -140,6 +141,30 @@ def test_a_signal_while_notes_of_dead_leases_are_worked_off(
             engine.drain()
     assert [run.pins for param in params for run in engine.runs_of(param._pager.segment)] == [0, 0]
     check_goes_on(model, optimizer, make(), done=1)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_signal_while_a_new_trace_is_taken_up(
+    call: int, striking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of micro-batches changes, and with it the trace that is followed."""
+    model, optimizer = make_managed()
+    step(model, optimizer)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, AccessTrace, "next_access", call, lambda: signal.raise_signal(striking))
+        num_struck = 0
+        for turn in range(6):
+            try:
+                for _ in range(1 + turn % 2):
+                    model(X).square().mean().backward()
+                optimizer.step()
+            except Struck:
+                num_struck += 1
+            optimizer.zero_grad()
+        assert num_struck == 1
+    assert torch.isfinite(step(model, optimizer))
+    handle: Any = model.pager
+    handle.close()
 
 
 @pytest.mark.parametrize("microseconds", [300, 700, 1100, 1900, 2900, 4300])

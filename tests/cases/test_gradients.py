@@ -390,3 +390,31 @@ def test_gradients_that_nobody_asked_for_take_no_pages() -> None:
     assert model.first.weight.grad is None
     assert model.second.weight.grad is not None
     model.pager.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_frozen_parameter_with_a_gradient_is_stepped(when: str) -> None:
+    """Optimizers look at gradients alone."""
+
+    def make_model() -> Any:
+        model = models.BUILDERS["mlp"]().model
+        model.get_parameter("0.weight").requires_grad_(False)
+        if when == "before":
+            frozen = model.get_parameter("0.weight")
+            frozen.grad = torch.ones_like(frozen)
+        return model
+
+    def script(model: Any, report: Report) -> None:
+        frozen = model.get_parameter("0.weight")
+        if when == "after":
+            frozen.grad = torch.ones(frozen.shape)
+        optimizer = adamw(model)
+        for step in range(3):
+            x = torch.full((2, frozen.shape[1]), float(step + 1))
+            model(x).square().mean().backward()
+            optimizer.step()
+            report("frozen", frozen.detach().clone())
+            report("its gradient", frozen.grad.clone())
+        report("states", [dict(optimizer.state[param]) for param in model.parameters()])
+
+    check_same(make_model, script)
