@@ -179,6 +179,11 @@ class Leases:
         note = Note(self._released, run, self._noted)
         return self.arena.lease(run.frame, run.num_bytes, note)
 
+    def hold(self, run: Run) -> None:
+        """Pin a run that is on the device, until ``release``."""
+        with self.lock:
+            self._pin(run)
+
     def release(self, run: Run) -> None:
         """Give back a pin that no lease took over."""
         self._released.put(run)

@@ -274,9 +274,11 @@ class Transfers:
 
     def send_to_device(self, run: Run) -> Event:
         """Enqueue the copy of a home that the host has written into a run on the device; the event after which the run
-        may be used. The host has waited for its last use.
+        may be used.
         """
         h2d = self._device.h2d
+        for before in run.last_events().values():
+            h2d.wait(before)
         home, home_frame = self._home(run)
         assert home == Home.HOST
         source, reads = self._host_side(home_frame, run.num_bytes)

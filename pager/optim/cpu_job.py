@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from pager.address_space import Segment
-    from pager.device.base import Event
     from pager.mmu.binding import Binding
     from pager.optim.on_cpu import CpuUpdates
     from pager.optim.streamed import StreamedUnit
@@ -78,11 +77,6 @@ class Job:
         self._binding = binding
         # Of a parameter that stays on the device.
         self._run = binding.run if binding.fixed is not None else None
-        # The old value's last uses: after them the new one may take its place.
-        self._last_uses: list[Event] = []
-        if self._run is not None:
-            self._engine.note_uses(self._run)
-            self._last_uses += self._run.last_events().values()
         # Whether the user can see the gradient, and whether it was dropped since.
         self._keeps_gradient = keeps_gradient
         self._is_released = False
@@ -112,6 +106,9 @@ class Job:
 
     def start(self, pool: UpdatePool, slices: list[_Slice]) -> None:
         """Queue the update."""
+        if self._run is not None:
+            self._engine.hold(self._run)  # though the parameter may have to stream before this is done
+            self._engine.note_uses(self._run)
         self._handle = pool.submit(slices, wait=self._wait, done=self._done)
 
     def _home(self, binding: Binding) -> torch.Tensor:
@@ -122,9 +119,6 @@ class Job:
         transfers = self._engine.transfers
         gradient = self._binding.gradient
         assert gradient is not None
-        for event in self._last_uses:
-            event.synchronize()
-        self._last_uses.clear()
         transfers.home_bytes(gradient.segment, write=False)
         for binding in (self._binding, *self._states.values()):
             transfers.home_bytes(binding.segment, write=True)
@@ -136,6 +130,8 @@ class Job:
         if error is not None:
             self._owner.failed(self._binding, error)
             self._owner.written(self._segments)
+            if self._run is not None:
+                self._engine.release(self._run)
             return
         self._owner.count(self._began, self._binding.segment.num_elements)
         engine = self._engine
@@ -149,6 +145,7 @@ class Job:
             # Nobody uses the new value yet, and the host has waited for who used the old one.
             run.waited.clear()
             run.users.clear()
+        engine.release(run)
 
     # -- what the binding asks of a waiting update -------------------------------------------------
 

@@ -9,9 +9,9 @@ One parameter's update, in order
 
 1. take      (autograd's thread, or in ``step()``) the gradient's copy home is enqueued behind the work that made it;
              a parameter that does not stay leaves the device, and pagerd lets it be
-2. wait      (a pool thread) for that copy, and for the last use of a parameter that stays
+2. wait      (a pool thread) for that copy
 3. step      (all pool threads) one pass over the homes
-4. send      (a pool thread) a parameter that stays goes to the device; 2 came after the last use of the old value
+4. send      (a pool thread) a parameter that stays goes to the device, behind the last use of the old value
 5. use       (the next forward) whoever touches the parameter waits for 3 and for 4 to be enqueued, and its stream
              for the copy
 

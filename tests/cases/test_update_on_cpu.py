@@ -376,3 +376,31 @@ def test_another_count_of_steps_is_seen(count: float, jobs: Jobs) -> None:
     assert jobs.names
     check_close(model, plain)
     handle.close()
+
+
+def test_a_parameter_that_stayed_when_its_update_began_may_have_to_stream(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device memory runs short while the CPU is at it: the frames are not somebody else's when the new value comes."""
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS["staying"])
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        train(each, optimizer, 2)
+    gate = Gate(monkeypatch)
+    x = next(batches(1))
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        backward(each, x)
+        optimizer.step()
+    runtime = handle._runtime
+    segments = [binding.segment for binding in runtime.paged.bindings.values()]
+    assert runtime.residency.give_up()
+    runtime.engine.evict_segments(segments)
+    gate.opened.set()
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        optimizer.zero_grad()
+        train(each, optimizer, 2)
+    check_close(model, plain)
+    runtime.engine.drain()
+    assert not any(run.pins for segment in segments for run in runtime.engine.runs_of(segment))
+    handle.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -52,9 +53,26 @@ def hold_a_lease_under_pressure(*, resident_before: bool) -> None:
     rig.close()
 
 
-SCENARIOS = {
-    "engine/faults.py:Faults._page_in:_pin": False,
-    "engine/faults.py:Faults.acquire:_pin": True,
+def hold_a_run_under_pressure() -> None:
+    """A run without a lease is held while another segment wants its frame."""
+    rig, values = make_filled([PAGE, PAGE], arena_frames=1)
+    rig.read(0)
+    (run,) = rig.engine.runs_of(rig.segments[0])
+    rig.engine.hold(run)
+    with contextlib.suppress(BudgetError):
+        rig.read(1)
+    if run.frame < 0:
+        raise WrongBytes("the run was sent away")
+    check_bytes(rig.arena.bytes_of(run.frame, PAGE).numpy().copy(), values[0], "held")
+    rig.engine.release(run)
+    rig.engine.drain()
+    rig.close()
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "engine/faults.py:Faults._page_in:_pin": lambda: hold_a_lease_under_pressure(resident_before=False),
+    "engine/faults.py:Faults.acquire:_pin": lambda: hold_a_lease_under_pressure(resident_before=True),
+    "engine/leases.py:Leases.hold:_pin": hold_a_run_under_pressure,
 }
 
 
@@ -62,10 +80,10 @@ SCENARIOS = {
 def test_a_pin_left_out_is_noticed(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out(monkeypatch, site)
     with pytest.raises((RaceError, WrongBytes)):
-        hold_a_lease_under_pressure(resident_before=SCENARIOS[site])
+        SCENARIOS[site]()
 
 
 @pytest.mark.parametrize("site", PIN_SITES)
 def test_with_all_pins_a_lease_keeps_its_frames(site: str) -> None:
-    hold_a_lease_under_pressure(resident_before=SCENARIOS[site])
+    SCENARIOS[site]()
     assert site in SCENARIOS

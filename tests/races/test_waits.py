@@ -39,7 +39,7 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("engine/transfer.py:Transfers.home_bytes:synchronize#1", None, scenarios.read_a_home_being_written),
     ("engine/transfer.py:Transfers.home_bytes:synchronize#2", None, scenarios.store_over_a_page_in),
     ("engine/transfer.py:Transfers.forget:synchronize", None, scenarios.reuse_the_home_of_a_retired_segment),
-    ("optim/cpu_job.py:Job._wait:synchronize", None, scenarios.step_on_the_cpu_after_a_look),
+    ("engine/transfer.py:Transfers.send_to_device:wait", None, scenarios.step_on_the_cpu_after_a_look),
     ("closing.py:Closing._synchronize:synchronize", "compute", scenarios.close_after_a_forward),
     ("closing.py:Closing._synchronize:synchronize", "h2d", scenarios.close_with_a_page_in_under_way),
     ("closing.py:Closing._synchronize:synchronize", "d2h", scenarios.close_with_a_page_out_under_way),
