@@ -8,16 +8,15 @@ writing home. Beside them `reclaim` evicts, `transfer` moves bytes, `timeline` k
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pager.engine.faults import Faults, NoRoom
 from pager.engine.run import Run
-from pager.interrupts import uninterrupted
+from pager.interrupts import whole
 from pager.page_table import Home, PageState
 
 if TYPE_CHECKING:
@@ -25,25 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "NoRoom"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _whole(method: Callable[P, R]) -> Callable[P, R]:
-    """An interrupt comes before the method or after it, not in it."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with uninterrupted():
-            return method(*args, **kwargs)
-
-    return run
-
 
 class Engine(Faults):
     """The whole engine of one managed model. Safe to call from several threads."""
 
-    @_whole
+    @whole
     def store(self, segment: Segment, source: torch.Tensor) -> None:
         """Give the segment the bytes of ``source`` (uint8, on any device), at its home. No device copy may
         exist.
@@ -63,7 +48,7 @@ class Engine(Faults):
         with self.lock:
             self.table.store_home(segment.first_page, segment.last_page)
 
-    @_whole
+    @whole
     def discard(self, segment: Segment) -> None:
         """The segment has no value any more; its pages become EMPTY.
 
@@ -100,7 +85,7 @@ class Engine(Faults):
         with self.lock:
             return any(run.pins for run in self._runs[segment.index])
 
-    @_whole
+    @whole
     def flush(self, segments: Sequence[Segment]) -> None:
         """Write back what is dirty of these segments. A disk has it then; who reads host homes waits for the
         link.
@@ -119,7 +104,7 @@ class Engine(Faults):
             states = self.table.state[segment.first_page : segment.last_page]
             return bool(np.isin(states, (PageState.DIRTY, PageState.LEAVING)).any())
 
-    @_whole
+    @whole
     def evict_segments(self, segments: Sequence[Segment]) -> None:
         """Send these segments home and free their frames, except what is wired or in use."""
         self.drain()

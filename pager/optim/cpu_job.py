@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from pager.address_space import Segment
+    from pager.engine.run import Run
     from pager.mmu.binding import Binding
     from pager.optim.on_cpu import CpuUpdates
     from pager.optim.streamed import StreamedUnit
@@ -127,25 +128,29 @@ class Job:
         self._began = time.perf_counter()
 
     def _done(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._owner.failed(self._binding, error)
-            self._owner.written(self._segments)
-            if self._run is not None:
-                self._engine.release(self._run)
-            return
-        self._owner.count(self._began, self._binding.segment.num_elements)
-        engine = self._engine
         run = self._run
-        self._owner.written(self._segments)
-        if run is None:
-            return
-        ready = engine.transfers.send_to_device(run)
-        with engine.lock:
+        try:
+            if error is None:
+                self._owner.count(self._began, self._binding.segment.num_elements)
+                if run is not None:
+                    self._send(run)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if error is not None:
+                self._owner.failed(self._binding, error)
+            self._owner.written(self._segments)
+            if run is not None:
+                self._engine.release(run)
+
+    def _send(self, run: Run) -> None:
+        ready = self._engine.transfers.send_to_device(run)
+        with self._engine.lock:
             run.ready = ready
-            # Nobody uses the new value yet, and the host has waited for who used the old one.
+            # Nobody uses the new value yet, and the copy waits for who used the old one.
             run.waited.clear()
             run.users.clear()
-        engine.release(run)
 
     # -- what the binding asks of a waiting update -------------------------------------------------
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.errors import BudgetError
-from pager.interrupts import uninterrupted
+from pager.interrupts import whole
 from pager.optim.adamw_cpu import AdamValues
 from pager.optim.cpu_job import MOMENTS, CpuUnit, Job
 from pager.optim.cpu_pool import UpdatePool, default_num_threads
@@ -191,6 +191,7 @@ class CpuUpdates:
 
     # -- one update --------------------------------------------------------------------------------
 
+    @whole
     def take(
         self,
         adopted: AdoptedOptimizer,
@@ -201,16 +202,6 @@ class CpuUpdates:
         """Begin the update of one parameter with its final gradient, None for that in its segment. False if the device
         has to do it.
         """
-        with uninterrupted():
-            return self._take(adopted, group, binding, gradient)
-
-    def _take(
-        self,
-        adopted: AdoptedOptimizer,
-        group: Mapping[str, Any],
-        binding: Binding,
-        gradient: torch.Tensor | None,
-    ) -> bool:
         if binding not in self.assigned or not self._can_update(binding, adopted, group):
             return False
         engine = self._engine

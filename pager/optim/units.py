@@ -100,6 +100,8 @@ class Progress:
             states = update.adopted.optimizer.state
             if self.state or self.binding.tensor in states:
                 _commit_state(states[self.binding.tensor], self.state)
+            # Units that are kept for the next step must not look like a user who holds the states.
+            self.state = None
             update.adopted.masters.written(self.binding)
 
 

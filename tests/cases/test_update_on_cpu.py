@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import pager
 from pager.config import Checks
+from pager.errors import TierError, TornStateError
+from pager.mmu.gradient import _UNSHARED, _num_references
 from pager.optim import on_cpu
 from pager.optim.adamw_cpu import CpuAdam
 from pager.optim.streamed import StreamedUnit
@@ -403,4 +406,49 @@ def test_a_parameter_that_stayed_when_its_update_began_may_have_to_stream(
     check_close(model, plain)
     runtime.engine.drain()
     assert not any(run.pins for segment in segments for run in runtime.engine.runs_of(segment))
+    handle.close()
+
+
+def test_units_that_are_kept_from_step_to_step_do_not_hold_states() -> None:
+    """Else a dropped optimizer's states would all be copied out, as for a user who holds them."""
+    model = make_model()
+    optimizer = adamw(model)
+    handle = manage(model, optimizer, BUDGETS["staying"], update_on="device", update_at="backward")
+    train(model, optimizer, 3)
+    (adopted,) = handle._runtime.optimizers
+    assert handle._runtime.in_backward._units
+    optimizer.state.clear()
+    held = [
+        state.name
+        for binding in adopted.bindings()
+        for state in adopted.paged_states(binding).values()
+        if _num_references(state) > _UNSHARED
+    ]
+    assert not held
+    handle.close()
+
+
+def test_a_new_value_that_does_not_reach_the_device_tears_the_model(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    optimizer = adamw(model)
+    handle = manage(model, optimizer, BUDGETS["staying"])
+    train(model, optimizer, 2)
+
+    def unplugged(*args: Any) -> None:
+        raise TierError("unplugged")
+
+    x = next(batches(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(handle._runtime.engine.transfers, "send_to_device", unplugged)
+        backward(model, x)
+        optimizer.step()
+        for param in model.parameters():
+            with contextlib.suppress(TierError):
+                param.sum()
+    assert jobs.names
+    with pytest.raises(TornStateError, match="unplugged"):
+        handle._runtime.torn.check()
+    assert not handle._runtime.engine.being_written
     handle.close()

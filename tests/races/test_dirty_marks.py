@@ -226,7 +226,7 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "optim/units.py:PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
     "optim/units.py:PagedUnit._commit:mark_dirty#2": train,
     "optim/units.py:PagedUnit._commit:bump_version": train,
-    "optim/on_cpu.py:CpuUpdates._take:bump_version": step_on_the_cpu_between_forward_and_backward,
+    "optim/on_cpu.py:CpuUpdates.take:bump_version": step_on_the_cpu_between_forward_and_backward,
     "optim/deferred.py:Deferred.begin:bump_version": step_between_forward_and_backward,
     "optim/streamed.py:StreamedUnit._commit:bump_version": step_of_ones_own_between_forward_and_backward,
 }
