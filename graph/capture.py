@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from pager.graph.access import ACCESS_DTYPE, AccessRecorder, Traced, TracedParameter, hooks_beneath
+from pager.graph.fused_attention import fused_attention_on_meta
 from pager.graph.twin import REAL_LIMIT_BYTES, empty_on_meta, empty_twin, make_twin, meta_twin
 from pager.graph.wrong_inputs import (
     ForwardFailed,
@@ -71,8 +72,8 @@ class Capture:
     `flops`, `moved_bytes`: float64 per tick, the work from the tick's begin to the next one's; bytes read and
     written by operations that are not views.
     `peak_activation_bytes`: largest sum of live intermediates (saved ones too), without parameters, buffers,
-    inputs and finished gradients. On meta tensors attention counts with its scores: fused kernels exist on
-    real devices only. For "recorded" all are empty or 0.
+    inputs and finished gradients. Attention counts as the device computes it: without its scores where that
+    is a GPU with a fused kernel for it. For "recorded" all are empty or 0.
     `wrong_inputs`: for "recorded", what the model says of inputs that it does not take.
     """
 
@@ -304,7 +305,11 @@ def _try_rung(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     recorder.active = True
-    with _own_saved_tensors(), fake_mode, meter:
+    # On fake tensors of a GPU torch makes that choice itself.
+    attention = (
+        fused_attention_on_meta() if way == "meta" and device.type == "cuda" else contextlib.nullcontext()
+    )
+    with _own_saved_tensors(), fake_mode, meter, attention:
         run_step(twin, args, kwargs)
     recorder.active = False
     return Capture(

@@ -30,8 +30,10 @@ _FREE_SHARE = 0.9
 _SIMULATED_SHARE = 0.25
 _HEADROOM_SHARE = 16
 # The allocator cuts a block that was freed for a smaller tensor and cannot use the rest for a larger one. Seen with
-# batches of eight: a third of what activations take.
+# batches of eight: a quarter of what activations take. Twice that beside what capture expects; a step that was
+# measured had such pieces already, later ones may have a few more.
 _FRAGMENTS_SHARE = 2
+_MORE_FRAGMENTS_SHARE = 6
 # Share of what is left for the arena before activations were measured.
 _UNMEASURED_SHARE = 2
 # Asking the driver for the process's bytes takes milliseconds, and who asks for statistics asks at every step.
@@ -100,15 +102,19 @@ class DeviceBudget:
             return parse_size(self._headroom, name="device_headroom")
         return 0 if self._device.is_simulated else self.limit_bytes // _HEADROOM_SHARE
 
-    def _headroom_beside(self, activation_bytes: int) -> int:
-        """The headroom beside so many bytes of activations."""
+    def _headroom_for(self, fragment_bytes: int) -> int:
+        """The headroom where so many bytes of fragments are to be expected."""
         if self._headroom != "auto" or self._device.is_simulated:
             return self.headroom_bytes
-        return max(self.headroom_bytes, activation_bytes // _FRAGMENTS_SHARE)
+        return max(self.headroom_bytes, fragment_bytes)
 
     def arena_bytes(self, activation_bytes: int | None) -> int:
         """What the arena may take when activations (with transient gradients) need ``activation_bytes``."""
-        left = self.allocator_bytes - self.small_bytes - self._headroom_beside(activation_bytes or 0)
+        left = (
+            self.allocator_bytes
+            - self.small_bytes
+            - self._headroom_for((activation_bytes or 0) // _FRAGMENTS_SHARE)
+        )
         if self._fixed_arena_bytes is not None:
             return min(self._fixed_arena_bytes, left)
         if self._device.is_simulated:
@@ -131,7 +137,7 @@ class DeviceBudget:
         self._peak_allocator_bytes = max(self._peak_allocator_bytes, peak)
         self._device.reset_allocator_peak()
         # A step that reached into the headroom is what the headroom is for.
-        headroom = self._headroom_beside(max(peak - arena_bytes, 0))
+        headroom = self._headroom_for(max(peak - arena_bytes, 0) // _MORE_FRAGMENTS_SHARE)
         return max(self.allocator_bytes - headroom - peak, 0)
 
     def peak_process_bytes(self) -> int:

@@ -291,10 +291,9 @@ class Runtime:
             with self.engine.lock:
                 self.engine.timeline.follow(trace)
             self._plan_update()
-        activations = self.planner.peak_activation_bytes
-        if activations is not None and self.fitting is None and not self.device.is_simulated:
+        if self.fitting is None and not self.device.is_simulated:
             bindings = self.paged.bindings.values()
-            slabs.fit_activations(self.boundary, self.budget, self.arena, activations, bindings)
+            slabs.fit_activations(self.boundary, self.planner, self.table, self.arena, self.budget, bindings)
         if self.optimizers:
             self._share_out()
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Slabs of a CUDA arena: giving one back frees an eighth, while each is large enough for any operation's
 # tensors.
 _NUM_SLABS = 8
+# To stream at all, so many of the largest tensor beside what has its home there: in use, arriving, leaving, a gradient.
+_STREAMING_TENSORS = 4
 
 
 def add_first(arena: DeviceArena, config: Config, arena_bytes: int, wanted: list[Wanted]) -> int:
@@ -49,25 +51,34 @@ def add_first(arena: DeviceArena, config: Config, arena_bytes: int, wanted: list
 
 def fit_activations(
     boundary: StepBoundary,
-    budget: DeviceBudget,
+    planner: Planner,
+    table: PageTable,
     arena: DeviceArena,
-    activation_bytes: int,
+    budget: DeviceBudget,
     parameters: Iterable[Binding],
 ) -> None:
-    """Now that activations are known: as many slabs as they leave room for."""
-    # What capture saw is no less than what is needed (attention counts with its scores): so pages only gain.
+    """Now that activations are known: as many slabs as they leave room for, but no fewer than streaming takes."""
+    activation_bytes = planner.peak_activation_bytes
+    if activation_bytes is None:
+        return
     largest = max((binding.segment.num_bytes for binding in parameters), default=0)
     # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the
     # update.
     target = budget.arena_bytes(activation_bytes + 2 * largest + 4 * UNIT_BYTES)
-    boundary.grow_arena(target - arena.capacity_bytes)
+    need, _ = planner.largest_tick()
+    streaming = max(need, _STREAMING_TENSORS * largest)
+    boundary.fit_arena(target, least_bytes=_home_bytes(table, arena) + streaming)
+
+
+def _home_bytes(table: PageTable, arena: DeviceArena) -> int:
+    """What has its home in the arena."""
+    return int((table.home[: table.num_pages] == Home.DEVICE).sum()) * arena.page_size
 
 
 def check_operations(planner: Planner, table: PageTable, arena: DeviceArena, budget: DeviceBudget) -> None:
     """Raise BudgetError if the hungriest operation of the trace finds no room, beside what has its home here."""
     need, names = planner.largest_tick()
-    have = arena.capacity_bytes
-    have -= int((table.home[: table.num_pages] == Home.DEVICE).sum()) * arena.page_size
+    have = arena.capacity_bytes - _home_bytes(table, arena)
     if need > have:
         raise BudgetError(
             f"pager: one operation needs {', '.join(names[:6])} on the device together, {format_bytes(need)}; of "

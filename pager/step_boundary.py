@@ -185,10 +185,20 @@ class StepBoundary:
         arena = self._engine.arena
         spare = self._budget.spare_bytes(arena.capacity_bytes)
         if spare < 0 and arena.num_slabs > 1:
-            self._give_slab_back(arena.num_slabs - 1)
+            if self._give_slab_back(arena.num_slabs - 1):
+                logger.info("device memory ran short: pages now have %s", format_bytes(arena.capacity_bytes))
             self._may_grow = False  # or the next steps would run out of memory in turn
         elif self._may_grow and arena.capacity_bytes < self._engine.space.num_live_pages * arena.page_size:
             self.grow_arena(spare)
+
+    def fit_arena(self, target_bytes: int, *, least_bytes: int) -> None:
+        """Have about ``target_bytes`` of slabs, by whole slabs and no less than ``least_bytes``."""
+        arena = self._engine.arena
+        while arena.capacity_bytes > target_bytes and arena.num_slabs > 1:
+            last = arena.num_slabs - 1
+            if arena.capacity_bytes - arena.slab_bytes(last) < least_bytes or not self._give_slab_back(last):
+                break
+        self.grow_arena(target_bytes - arena.capacity_bytes)
 
     def grow_arena(self, spare_bytes: int) -> None:
         """Add slabs for ``spare_bytes`` of device memory that nothing else needs; a small rest is left."""
@@ -202,26 +212,25 @@ class StepBoundary:
             spare -= frames
             self._planner.forget_plan()
 
-    def _give_slab_back(self, index: int) -> None:
+    def _give_slab_back(self, index: int) -> bool:
+        """Evict a slab and free it. False, and it stays, where the rest could not compute or something is held."""
         engine = self._engine
         arena = engine.arena
         wired = sum(run.num_bytes for run in engine.resident_runs() if run.wired)
         largest = max((segment.num_pages for segment in engine.space.segments), default=1) * arena.page_size
         if arena.capacity_bytes - arena.slab_bytes(index) < wired + SLAB_SEGMENTS * largest:
-            return  # what is left could not compute any more
+            return False  # what is left could not compute any more
         self._pagerd.pause()
         try:
             engine.give_up_kept()
             engine.drain()
             runs = engine.arena.slab_owners(index)
             if any(run.is_kept or run.pins for run in runs) or not engine.reclaimer.evict(runs):
-                return
+                return False
             engine.arena.remove_slab(index)
             self._device.release_cached_memory()
             self._planner.forget_plan()
-            logger.info(
-                "device memory ran short: pages now have %s", format_bytes(engine.arena.capacity_bytes)
-            )
+            return True
         finally:
             self._pagerd.resume()
 

@@ -127,7 +127,7 @@ def test_the_headroom_grows_with_activations_unless_somebody_says() -> None:
     assert budget.arena_bytes(6 * GIB) == left - 3 * GIB - 6 * GIB
     gpu.peak_bytes = 20 * GIB
     assert budget.spare_bytes(17 * GIB) == left - 2 * GIB - 20 * GIB
-    assert budget.spare_bytes(12 * GIB) == left - 4 * GIB - 20 * GIB
+    assert budget.spare_bytes(2 * GIB) == left - 3 * GIB - 20 * GIB  # it was measured with its pieces
     assert (
         make_budget(Gpu(), device_budget="32GiB", device_headroom="1GiB").arena_bytes(6 * GIB)
         == left - 7 * GIB

@@ -221,3 +221,19 @@ def test_the_arena_grows_until_memory_ran_out_and_never_again(trained: Trained) 
     assert sizes == [8 * arena.page_size, 0, 0, 0]
     boundary._device = trained.runtime.device
     trained.step()
+
+
+def test_the_arena_is_fitted_by_whole_slabs_and_keeps_what_streaming_needs(trained: Trained) -> None:
+    trained.step()
+    arena = trained.runtime.arena
+    arena.budget_bytes = 2**30
+    boundary: Any = trained.runtime.boundary
+    boundary._device, boundary._slab_frames = Gpu(), 8
+    first, slab = arena.capacity_bytes, 8 * arena.page_size
+    sizes = []
+    for target, least in ((2, 0), (1, 0), (0, 1), (0, 0), (-9, 0), (2, 0)):
+        boundary.fit_arena(first + target * slab, least_bytes=first + least * slab)
+        sizes.append((arena.capacity_bytes - first) // slab)
+    assert sizes == [2, 1, 1, 0, 0, 2]  # the first slab alone is never given back
+    boundary._device = trained.runtime.device
+    trained.step()

@@ -1,0 +1,137 @@
+"""Attention on meta tensors, as a GPU would compute it; and as before, once nobody asks for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from pager.graph.capture import capture
+from pager.graph.fused_attention import fused_attention_on_meta
+
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+class Names(TorchDispatchMode):
+    """The operations that ran, and the elements of the largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def attend(
+    dtype: torch.dtype = torch.bfloat16, head: int = 16, key_heads: int = 4, **options: Any
+) -> list[str]:
+    """What a forward and backward of attention calls."""
+    query, key, value = (
+        torch.empty(2, heads, 64, head, dtype=dtype, device="meta", requires_grad=True)
+        for heads in (4, key_heads, key_heads)
+    )
+    names = Names()
+    with names:
+        output = functional.scaled_dot_product_attention(query, key, value, **options)
+        output.sum().backward()
+    assert output.shape == query.shape
+    assert output.dtype == dtype
+    for tensor in (query, key, value):
+        assert tensor.grad is not None
+        assert tensor.grad.shape == tensor.shape
+    return names.seen
+
+
+MASK = torch.ones(64, 64, dtype=torch.bool, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        ({}, FLASH),
+        ({"is_causal": True, "dropout_p": 0.1, "scale": 0.5}, FLASH),
+        ({"dtype": torch.float16}, FLASH),
+        ({"dtype": torch.float32}, EFFICIENT),
+        ({"attn_mask": MASK}, EFFICIENT),
+        ({"attn_mask": torch.zeros(64, dtype=torch.bfloat16, device="meta")}, EFFICIENT),
+        ({"head": 264}, EFFICIENT),
+        ({"head": 12}, None),
+        ({"dtype": torch.float64}, None),
+        ({"key_heads": 2, "enable_gqa": True}, None),
+    ],
+)
+def test_the_kernel_that_a_gpu_would_choose(options: Any, kernel: str | None) -> None:
+    with fused_attention_on_meta():
+        seen = attend(**options)
+    assert {name for name in seen if name in (FLASH, EFFICIENT)} == ({kernel} if kernel else set())
+    assert ("bmm" in seen) == (kernel is None)
+    if kernel:
+        assert f"{kernel}_backward" in seen
+
+
+def test_kernels_that_the_user_switched_off_are_not_named() -> None:
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        fused_attention_on_meta(),
+    ):
+        assert "bmm" in attend()
+
+
+def test_afterwards_all_is_as_before() -> None:
+    before = attend()
+    with fused_attention_on_meta():
+        assert attend() != before
+    assert attend() == before
+    with pytest.raises(ZeroDivisionError), fused_attention_on_meta():
+        raise ZeroDivisionError
+    assert attend() == before
+
+
+class Block(nn.Module):
+    """Attention in a checkpoint; in torch's own module or called directly."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = nn.MultiheadAttention(64, 4, batch_first=True, bias=False) if own else None
+        self.project = nn.Linear(64, 64, bias=False)
+        self.to(torch.bfloat16)
+
+    def attended(self, x: Tensor) -> Tensor:
+        """Self-attention."""
+        if self.own is not None:
+            return self.own(x, x, x, need_weights=False)[0]
+        heads = self.project(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        return (
+            functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.attended, self.project(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_on_a_gpu_activations_grow_with_the_sequence_and_not_with_its_square(own: bool) -> None:
+    model = Block(own)
+    managed = {parameter: index for index, parameter in enumerate(model.parameters())}
+    peaks: dict[torch.device, list[int]] = {CUDA: [], CPU: []}
+    orders: dict[torch.device, list[int]] = {}
+    for device in (CUDA, CPU):
+        for length in (1024, 2048):
+            inputs = (torch.empty(1, length, 64, dtype=torch.bfloat16),)
+            found = capture(model, managed, inputs, device=device)
+            assert found.way == "meta", found.reason
+            peaks[device].append(found.peak_activation_bytes)
+            orders[device] = found.rows["segment"].tolist()
+    assert peaks[CUDA][1] < 2.2 * peaks[CUDA][0]
+    assert peaks[CPU][1] > 3.5 * peaks[CPU][0]
+    assert orders[CUDA] == orders[CPU]  # the same accesses
