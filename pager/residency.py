@@ -32,7 +32,7 @@ logger = logging.getLogger("pager.residency")
 _FREE_TENSORS = 3
 _FREE_SHARE = 16
 # Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
-_RING_SHARE = 10
+_RING_SHARE = 6
 _MAX_RING_BYTES = 2**30
 _MAX_SLOT_BYTES = 384 * 2**20
 # One arrives, one is computed, one leaves, one is free.

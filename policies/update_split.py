@@ -8,7 +8,10 @@ has the seconds in which the link rests: the next forward, and the step itself.
 
 Both sides use the same host memory. Threads that race through their part at its full bandwidth leave the link half of
 its rate for a while, and then stand idle while the link alone cannot use all of the memory's: a third of them, which
-take as long as the link, are faster together (docs/decisions.md, 15).
+take as long as the link, are faster together (docs/decisions.md, 14).
+
+Which ones: spread evenly along the backward by error diffusion. In one block at its begin they would leave the link
+idle until the first gradient of those that stream.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ MAX_SHARE = 0.75
 CPU_SPAN = 0.9
 # Of the threads there are.
 THREADS_SHARE = 1 / 3
+# Of the elements, in the order of their gradients, those among which the CPU's are. The last ones are used first in
+# the next forward, when the CPU is still at what it was given before.
+LEAD = 0.8
 
 
 def balanced_share(
@@ -49,6 +55,27 @@ def balanced_share(
         / (1 / elements_per_second + CPU_SPAN * saved_seconds)
     )
     return min(share, streamed_share, MAX_SHARE)
+
+
+class Diffusion:
+    """Chooses parameters, in the order of their gradients, so that at each point about the same share was chosen."""
+
+    def __init__(self, share: float, num_elements: int) -> None:
+        """``share``: of ``num_elements``, those of all parameters."""
+        lead = max(LEAD, share)
+        self._density = share / lead
+        self._left = lead * num_elements
+        self._owed = 0.0
+
+    def is_due(self, num_elements: int) -> bool:
+        """Whether the next parameter, of ``num_elements``, is to be chosen. If it is not, a later one makes up for it."""
+        self._owed += self._density * min(num_elements, self._left)
+        self._left -= min(num_elements, self._left)
+        return self._owed >= num_elements / 2
+
+    def take(self, num_elements: int) -> None:
+        """It was chosen."""
+        self._owed -= num_elements
 
 
 def num_threads_beside_link(num_threads: int) -> int:

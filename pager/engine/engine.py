@@ -48,6 +48,12 @@ class Engine(Faults):
         with self.lock:
             self.table.store_home(segment.first_page, segment.last_page)
 
+    def is_empty(self, segment: Segment) -> bool:
+        """Whether nothing of the segment has a value, is on the device or on its way."""
+        with self.lock:
+            states = self.table.state[segment.first_page : segment.last_page]
+            return not self._runs[segment.index] and not states.any()
+
     @whole
     def discard(self, segment: Segment) -> None:
         """The segment has no value any more; its pages become EMPTY.

@@ -2,8 +2,8 @@
 
 With ``update_on="auto"`` the states of some parameters never leave host memory. Their gradient is sent home, the pool
 of update threads (`pager.optim.cpu_pool`) steps parameter and states there in one pass, and a parameter that stays on
-the device is sent there. Which ones: those that are used last in the next forward (their gradients come first in
-backward); how many: as many as the CPU gets done beside the link (`pager.policies.update_split`, from measured rates).
+the device is sent there. Which ones: spread along the backward; how many: as many as the CPU gets done beside the link
+(`pager.policies.update_split`, from measured rates).
 
 One parameter's update, in order
 
@@ -38,7 +38,7 @@ from pager.optim.cpu_pool import UpdatePool, default_num_threads
 from pager.optim.deferred import is_viewed
 from pager.optim.masters import LOW
 from pager.page_table import Home
-from pager.policies.update_split import balanced_share, num_threads_beside_link
+from pager.policies.update_split import Diffusion, balanced_share, num_threads_beside_link
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -99,23 +99,21 @@ class CpuUpdates:
         those first that are used last.
         """
         self._look_back()
-        candidates = [
-            (binding, adopted, index)
-            for binding, adopted, index in order
-            if self._can_update(binding, adopted, adopted.optimizer.param_groups[index])
-        ]
+        self.assigned.clear()
         total = sum(binding.segment.num_elements for binding, *_ in order)
-        if not candidates or not total:
-            self.assigned.clear()
+        entries = [
+            (binding, adopted, adopted.optimizer.param_groups[index]) for binding, adopted, index in order
+        ]
+        if not any(self._can_update(*entry) for entry in entries):
             return
         self._share = self._find_share(order, total) if self._fixed_share is None else self._fixed_share
         self._num_assignments += 1
         reserves = self._fixed_share is not None or self._num_assignments <= _RESERVING_STEPS
-        self.assigned.clear()
-        left = self._share * total
-        for binding, *_ in candidates:
-            if left < binding.segment.num_elements / 2:
-                break
+        diffusion = Diffusion(self._share, total)
+        for binding, adopted, group in entries:
+            num_elements = binding.segment.num_elements
+            if not diffusion.is_due(num_elements) or not self._can_update(binding, adopted, group):
+                continue
             assert binding.gradient is not None
             if not reserves and not self._has_home(binding.gradient):
                 continue
@@ -124,7 +122,7 @@ class CpuUpdates:
             except BudgetError:
                 break  # host memory has no room for one more gradient
             self.assigned.add(binding)
-            left -= binding.segment.num_elements
+            diffusion.take(num_elements)
 
     def _has_home(self, binding: Binding) -> bool:
         return int(self._engine.table.home_frame[binding.segment.first_page]) >= 0

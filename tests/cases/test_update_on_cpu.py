@@ -143,7 +143,8 @@ def test_bf16_with_masters(jobs: Jobs) -> None:
     handle.close()
 
 
-def test_the_share_is_a_part_and_those_used_last_first(jobs: Jobs) -> None:
+def test_the_share_is_a_part_and_spread(jobs: Jobs) -> None:
+    """A tenth of eight layers, before the CPU's rate is known: one, where half of it is due; none of those used first."""
     model = make_model()
     optimizer = adamw(model)
     handle = manage(model, optimizer, BUDGETS["staying"], update_on="auto")
@@ -151,9 +152,8 @@ def test_the_share_is_a_part_and_those_used_last_first(jobs: Jobs) -> None:
         backward(model, x)
         optimizer.step()
         optimizer.zero_grad()
-    first = jobs.names[0]
-    assert first == f"{NUM_LAYERS - 1}.0.weight"
-    assert len(set(jobs.names)) < NUM_LAYERS
+    assert jobs.names[0] == f"{NUM_LAYERS // 2}.0.weight"
+    assert not {"0.0.weight"} & set(jobs.names)
     handle.close()
 
 

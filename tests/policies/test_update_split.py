@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pager.policies.update_split import (
     CPU_SPAN,
     FIRST_SHARE,
+    LEAD,
     MAX_SHARE,
+    Diffusion,
     balanced_share,
     num_threads_beside_link,
 )
@@ -50,3 +54,46 @@ def test_never_more_than_streams_nor_than_may_be() -> None:
 @pytest.mark.parametrize(("all_threads", "beside"), [(1, 1), (2, 1), (3, 1), (7, 2), (15, 5), (63, 21)])
 def test_a_third_of_the_threads_beside_the_link(all_threads: int, beside: int) -> None:
     assert num_threads_beside_link(all_threads) == beside
+
+
+def chosen(sizes: list[int], share: float, refused: frozenset[int] = frozenset()) -> list[int]:
+    """The positions that are chosen."""
+    diffusion = Diffusion(share, sum(sizes))
+    found = []
+    for position, size in enumerate(sizes):
+        if diffusion.is_due(size) and position not in refused:
+            diffusion.take(size)
+            found.append(position)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    share=st.floats(0.0, 1.0),
+)
+def test_what_the_cpu_updates_is_spread_along_the_backward(sizes: list[int], share: float) -> None:
+    total, largest = sum(sizes), max(sizes)
+    taken = 0
+    picks = set(chosen(sizes, share))
+    density = share / max(LEAD, share)
+    for position, size in enumerate(sizes):
+        taken += size if position in picks else 0
+        done = sum(sizes[: position + 1])
+        if done <= LEAD * total:
+            assert abs(taken - density * done) <= largest / 2 + 1e-6 * total
+    assert abs(taken - share * total) <= largest / 2 + 1e-6 * total
+
+
+def test_the_whole_share_is_everything_and_none_is_nothing() -> None:
+    assert chosen([5, 1, 9, 3], 1.0) == [0, 1, 2, 3]
+    assert chosen([5, 1, 9, 3], 0.0) == []
+
+
+def test_the_last_fifth_is_the_devices() -> None:
+    assert max(chosen([1] * 100, 0.4)) < 80
+    assert len(chosen([1] * 100, 0.4)) == 40
+
+
+def test_what_cannot_be_taken_is_made_up_for_by_the_next() -> None:
+    assert chosen([1] * 8, 0.4, refused=frozenset({0, 1, 2, 3})) == [4, 5, 6]
