@@ -68,7 +68,7 @@ class Diffusion:
         self._owed = 0.0
 
     def is_due(self, num_elements: int) -> bool:
-        """Whether the next parameter, of ``num_elements``, is to be chosen. If it is not, a later one makes up for it."""
+        """Whether the next parameter, of ``num_elements``, is to be chosen; if it is not, a later one is."""
         self._owed += self._density * min(num_elements, self._left)
         self._left -= min(num_elements, self._left)
         return self._owed >= num_elements / 2

@@ -144,7 +144,7 @@ def test_bf16_with_masters(jobs: Jobs) -> None:
 
 
 def test_the_share_is_a_part_and_spread(jobs: Jobs) -> None:
-    """A tenth of eight layers, before the CPU's rate is known: one, where half of it is due; none of those used first."""
+    """A tenth of eight layers, before the CPU's rate is known: one, where half of it is due; not the one used first."""
     model = make_model()
     optimizer = adamw(model)
     handle = manage(model, optimizer, BUDGETS["staying"], update_on="auto")
