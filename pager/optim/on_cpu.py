@@ -51,6 +51,8 @@ _LINK_BYTES = 64 * 2**20
 # Steps after which a share that was found to be larger asks for no more memory: homes of gradients are page-locked, and
 # the rates that the share follows never stand quite still. By then they are those of warm threads and touched pages.
 _RESERVING_STEPS = 8
+# An assignment serves until the share has changed by this part of itself.
+_STEADY_SHARE = 0.1
 
 
 class CpuUpdates:
@@ -66,6 +68,9 @@ class CpuUpdates:
         self._fixed_share = share
         self._settle = settle
         self._share = 0.0
+        # What the assignment was made for.
+        self._assigned_share = 0.0
+        self._assigned_order: list[Binding] = []
         self._num_assignments = 0
         self._pool: UpdatePool | None = None
         # When the last step ended, and how long after it the first gradient came.
@@ -99,15 +104,19 @@ class CpuUpdates:
         those first that are used last.
         """
         self._look_back()
-        self.assigned.clear()
         total = sum(binding.segment.num_elements for binding, *_ in order)
         entries = [
             (binding, adopted, adopted.optimizer.param_groups[index]) for binding, adopted, index in order
         ]
         if not any(self._can_update(*entry) for entry in entries):
+            self.assigned.clear()
             return
         self._share = self._find_share(order, total) if self._fixed_share is None else self._fixed_share
         self._num_assignments += 1
+        if self._is_as_assigned(entries):
+            return
+        self.assigned.clear()
+        self._assigned_share, self._assigned_order = self._share, [binding for binding, *_ in order]
         reserves = self._fixed_share is not None or self._num_assignments <= _RESERVING_STEPS
         diffusion = Diffusion(self._share, total)
         for binding, adopted, group in entries:
@@ -123,6 +132,17 @@ class CpuUpdates:
                 break  # host memory has no room for one more gradient
             self.assigned.add(binding)
             diffusion.take(num_elements)
+
+    def _is_as_assigned(self, entries: Sequence[tuple[Binding, AdoptedOptimizer, Mapping[str, Any]]]) -> bool:
+        """Whether the last assignment still serves: who changes sides is asked for its step count, for which the host
+        waits for the device.
+        """
+        return (
+            bool(self.assigned)
+            and abs(self._share - self._assigned_share) <= _STEADY_SHARE * self._assigned_share
+            and self._assigned_order == [binding for binding, *_ in entries]
+            and all(self._can_update(*entry) for entry in entries if entry[0] in self.assigned)
+        )
 
     def _has_home(self, binding: Binding) -> bool:
         return int(self._engine.table.home_frame[binding.segment.first_page]) >= 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -452,3 +452,61 @@ def test_a_new_value_that_does_not_reach_the_device_tears_the_model(
         handle._runtime.torn.check()
     assert not handle._runtime.engine.being_written
     handle.close()
+
+
+def load_states(model: nn.Module, optimizer: Any) -> Any:
+    """The states as they are."""
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer.state_dict()
+
+
+def write(model: nn.Module, optimizer: Any) -> Any:
+    """Into a weight."""
+    with torch.no_grad():
+        model.get_parameter("6.0.weight").mul_(2)
+    return model.get_parameter("6.0.weight").detach().clone()
+
+
+# With a model and its optimizer: what a user may do after step(), and what is found.
+LOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "parameter": lambda model, optimizer: model.get_parameter("6.0.weight").detach().clone(),
+    "state": lambda model, optimizer: optimizer.state[model.get_parameter("6.0.weight")]["exp_avg"].clone(),
+    "step count": lambda model, optimizer: float(optimizer.state[model.get_parameter("6.0.weight")]["step"]),
+    "state_dict": lambda model, optimizer: copy.deepcopy(dict(model.state_dict())),
+    "optimizer": lambda model, optimizer: copy.deepcopy(optimizer.state_dict()),
+    "copy": lambda model, optimizer: dict(copy.deepcopy(model).state_dict()),
+    "forward": lambda model, optimizer: model(next(batches(1))).detach().clone(),
+    "load": load_states,
+    "write": write,
+    "step again": lambda model, optimizer: optimizer.step(),
+    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_the_step_of_updates_in_backward_does_not_wait_for_the_cpu(
+    look: str, budget: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends while the CPU is at work; who looks sees what it will have done."""
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS[budget], update_at="backward")
+    train(plain, optimizers[0], 2)
+    train(model, optimizers[1], 2)
+    gate = Gate(monkeypatch)
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        backward(each, next(batches(1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.get_parameter("6.0.weight")._pager.pending is not None  # type: ignore[attr-defined]
+    opening = threading.Timer(0.2, gate.opened.set)
+    opening.start()
+    expected, found = LOOKS[look](plain, optimizers[0]), LOOKS[look](model, optimizers[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    opening.join()
+    train(plain, optimizers[0], 2)
+    train(model, optimizers[1], 2)
+    check_close(model, plain)
+    handle.close()
+    check_close(model, plain)
