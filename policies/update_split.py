@@ -24,8 +24,11 @@ CPU_SPAN = 0.9
 # Of the threads there are.
 THREADS_SHARE = 1 / 3
 # Of the elements, in the order of their gradients, those among which the CPU's are. The last ones are used first in
-# the next forward, when the CPU is still at what it was given before.
-LEAD = 0.8
+# the next forward, when the CPU is still at what it was given before: its last is to be used in the middle.
+LEAD = 0.6
+# Of what the CPU was late by, in elements, its next share is less; that is forgotten by as much from step to step.
+_LESS = 0.7
+_FORGOTTEN = 0.05
 
 
 def balanced_share(
@@ -55,6 +58,16 @@ def balanced_share(
         / (1 / elements_per_second + CPU_SPAN * saved_seconds)
     )
     return min(share, streamed_share, MAX_SHARE)
+
+
+def less_share(less: float, *, late_seconds: float, elements_per_second: float, num_elements: int) -> float:
+    """By how much the CPU's share is to be below the balance, which knows neither what the training waits for nor how
+    fast the link is beside the CPU.
+
+    ``less``: the same of the last step; ``late_seconds``: the training stood still for in that step.
+    """
+    late = late_seconds * elements_per_second / max(num_elements, 1)
+    return min((1 - _FORGOTTEN) * less + _LESS * late, MAX_SHARE)
 
 
 class Diffusion:

@@ -38,7 +38,7 @@ from pager.optim.cpu_pool import UpdatePool, default_num_threads
 from pager.optim.deferred import is_viewed
 from pager.optim.masters import LOW
 from pager.page_table import Home
-from pager.policies.update_split import Diffusion, balanced_share, num_threads_beside_link
+from pager.policies.update_split import Diffusion, balanced_share, less_share, num_threads_beside_link
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -76,9 +76,10 @@ class CpuUpdates:
         # When the last step ended, and how long after it the first gradient came.
         self._step_ended = 0.0
         self._rest_seconds = 0.0
+        # How long the training stood still for the CPU, and by how much its share is less for it.
+        self._late_seconds = 0.0
+        self._less = 0.0
         self._lock = threading.Lock()
-        # Of each parameter its step count, and the user's tensor with the version at which it was that.
-        self._counts: dict[Binding, tuple[int, int, torch.Tensor]] = {}
         self.assigned: set[Binding] = set()
         self._busy_seconds = 0.0
         self._last_done = 0.0
@@ -103,8 +104,8 @@ class CpuUpdates:
         """A step is over: decide which parameters the next one updates here. ``order``: each with optimizer and group,
         those first that are used last.
         """
-        self._look_back()
         total = sum(binding.segment.num_elements for binding, *_ in order)
+        self._look_back(total)
         entries = [
             (binding, adopted, adopted.optimizer.param_groups[index]) for binding, adopted, index in order
         ]
@@ -134,9 +135,7 @@ class CpuUpdates:
             diffusion.take(num_elements)
 
     def _is_as_assigned(self, entries: Sequence[tuple[Binding, AdoptedOptimizer, Mapping[str, Any]]]) -> bool:
-        """Whether the last assignment still serves: who changes sides is asked for its step count, for which the host
-        waits for the device.
-        """
+        """Whether the last assignment still serves: who changes sides is fetched, or made ahead, for nothing."""
         return (
             bool(self.assigned)
             and abs(self._share - self._assigned_share) <= _STEADY_SHARE * self._assigned_share
@@ -158,7 +157,7 @@ class CpuUpdates:
                 streamed += count
                 state_bytes += sum(state.segment.num_bytes for state in states)
             sent_bytes += binding.segment.num_bytes
-        return balanced_share(
+        share = balanced_share(
             streamed_share=streamed / total,
             state_bytes=state_bytes / max(streamed, 1),
             sent_bytes=sent_bytes / total,
@@ -166,18 +165,27 @@ class CpuUpdates:
             elements_per_second=self._rate,
             rest_seconds=self._rest_seconds / total,
         )
+        return max(share - self._less, 0.0)
 
-    def _look_back(self) -> None:
-        """The CPU's rate in the step that ends."""
+    def _look_back(self, total: int) -> None:
+        """The CPU's rate in the step that ends, and whether it was late."""
         self._step_ended = time.perf_counter()
         with self._lock:
             if self._busy_seconds:
                 self._rate = self._num_elements / self._busy_seconds
             self._busy_seconds, self._num_elements = 0.0, 0
+        self._less = less_share(
+            self._less, late_seconds=self._late_seconds, elements_per_second=self._rate, num_elements=total
+        )
+        self._late_seconds = 0.0
 
     def first_gradient(self) -> None:
         """The first gradient of a step is here: until now the link had nothing to do."""
-        self._rest_seconds = time.perf_counter() - self._step_ended
+        self._rest_seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
+
+    def was_waited_for(self, seconds: float) -> None:
+        """Somebody needed a parameter that the CPU had not updated yet."""
+        self._late_seconds += seconds
 
     def _can_update(self, binding: Binding, adopted: AdoptedOptimizer, group: Mapping[str, Any]) -> bool:
         """Whether the update of a parameter is one that the CPU's kernel does, on homes in host memory."""
@@ -233,7 +241,7 @@ class CpuUpdates:
         if is_kept and (not self._is_at_home(slot) or any(map(is_viewed, (binding, slot)))):
             return False
         step = adopted.optimizer.state[binding.tensor]["step"]
-        count = self._count(binding, step)
+        count = adopted.step_counts.of(binding, step)
         if count is None:
             return False
         # All that can go wrong comes before anything changes.
@@ -257,7 +265,7 @@ class CpuUpdates:
             job = Job(self, binding, states, leaving, low_is_valid=low_is_valid, keeps_gradient=is_kept)
             slices = job.slices(pool.num_threads, scalars)
             step += 1
-            self._counts[binding] = count + 1, step._version, step
+            adopted.step_counts.keep(binding, step, count + 1)
             with engine.lock:
                 binding.bump_version()
                 if binding.run is not None:
@@ -310,15 +318,6 @@ class CpuUpdates:
         if there:
             engine.evict_segments(there)
         return not any(engine.runs_of(segment) for segment in there)
-
-    def _count(self, binding: Binding, step: torch.Tensor) -> int | None:
-        """How often the parameter was stepped, None for what is no whole number."""
-        known = self._counts.get(binding)
-        # Fused optimizers count on the device: asking there would wait for all that is enqueued.
-        if known is not None and known[2] is step and known[1] == step._version:
-            return known[0]
-        value = float(step.item())
-        return int(value) if value >= 0 and value.is_integer() else None
 
     @staticmethod
     def _values(adopted: AdoptedOptimizer, group: Mapping[str, Any], step: int) -> AdamValues:

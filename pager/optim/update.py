@@ -73,6 +73,8 @@ class Update:
         # GradScaler hands its scale to a fused step, which then divides the gradients in place, and some classes
         # write to them too: then the copies that were stepped go back into the gradients.
         self.writes_gradients = self.attributes.get("grad_scale") is not None
+        # With these a fused class steps nothing where a gradient is not finite.
+        self.may_skip = any(self.attributes.get(name) is not None for name in ("grad_scale", "found_inf"))
         adopted.page_existing_state()
         self._num_states = len(optimizer.state)
         self.todo: deque[SmallUnit | PagedUnit | StreamedUnit | CpuUnit] = deque(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from pager.errors import TierError, TornStateError
 from pager.mmu.gradient import _UNSHARED, _num_references
 from pager.optim import on_cpu
 from pager.optim.adamw_cpu import CpuAdam
+from pager.optim.step_counts import StepCounts
 from pager.optim.streamed import StreamedUnit
 from pager.optim.update import Update
 from tests.races.scenarios import handle_of
@@ -152,7 +154,7 @@ def test_the_share_is_a_part_and_spread(jobs: Jobs) -> None:
         backward(model, x)
         optimizer.step()
         optimizer.zero_grad()
-    assert jobs.names[0] == f"{NUM_LAYERS // 2}.0.weight"
+    assert jobs.names[0] == "5.0.weight"
     assert not {"0.0.weight"} & set(jobs.names)
     handle.close()
 
@@ -510,3 +512,45 @@ def test_the_step_of_updates_in_backward_does_not_wait_for_the_cpu(
     check_close(model, plain)
     handle.close()
     check_close(model, plain)
+
+
+def test_who_changes_sides_is_asked_for_its_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the count is on the device, to read it is to wait for the device."""
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS["staying"], update_on="auto", update_at="backward")
+    shares = itertools.cycle([0.2, 0.7, 0.4])
+    monkeypatch.setattr(on_cpu.CpuUpdates, "_find_share", lambda *arguments: next(shares))
+    asked: list[int] = []
+    of, item = StepCounts.of, torch.Tensor.item
+    inside: list[int] = []
+
+    def counting_of(counts: StepCounts, *arguments: Any) -> int | None:
+        inside.append(1)
+        try:
+            return of(counts, *arguments)
+        finally:
+            inside.pop()
+
+    def counting_item(tensor: Tensor) -> Any:
+        asked.extend(inside)
+        return item(tensor)
+
+    monkeypatch.setattr(StepCounts, "of", counting_of)
+    monkeypatch.setattr(torch.Tensor, "item", counting_item)
+    assigned = []
+    for number, x in enumerate(batches(12)):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            backward(each, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        assigned.append(len(handle._runtime.in_backward.on_cpu.assigned))
+        if number == 5:
+            assert asked
+            asked.clear()
+    assert len(set(assigned[-3:])) == 3
+    assert not asked
+    check_close(model, plain)
+    counts = [float(optimizers[1].state[p]["step"]) for p in model.parameters()]
+    assert counts == [12.0] * len(counts)
+    handle.close()

@@ -13,6 +13,7 @@ from pager.policies.update_split import (
     MAX_SHARE,
     Diffusion,
     balanced_share,
+    less_share,
     num_threads_beside_link,
 )
 
@@ -90,10 +91,26 @@ def test_the_whole_share_is_everything_and_none_is_nothing() -> None:
     assert chosen([5, 1, 9, 3], 0.0) == []
 
 
-def test_the_last_fifth_is_the_devices() -> None:
-    assert max(chosen([1] * 100, 0.4)) < 80
+def test_the_last_ones_are_the_devices() -> None:
+    assert max(chosen([1] * 100, 0.4)) < 100 * LEAD < 100
     assert len(chosen([1] * 100, 0.4)) == 40
 
 
 def test_what_cannot_be_taken_is_made_up_for_by_the_next() -> None:
-    assert chosen([1] * 8, 0.4, refused=frozenset({0, 1, 2, 3})) == [4, 5, 6]
+    assert chosen([1] * 10, 0.4, refused=frozenset({0, 1, 2, 3})) == [4, 5, 6, 7]
+
+
+def test_a_cpu_that_is_late_gets_less_until_it_is_not() -> None:
+    """Its rate and what it is late by are known; a machine on which a share of 0.3 is in time, however it is found."""
+    rate, num_elements, in_time = 2e9, 7_000_000_000, 0.3
+    less, shares = 0.0, []
+    for _ in range(40):
+        asked = 0.5 - less
+        shares.append(asked)
+        late = max(asked - in_time, 0.0) * num_elements / rate
+        less = less_share(less, late_seconds=late, elements_per_second=rate, num_elements=num_elements)
+    assert all(in_time <= share < in_time + 0.03 for share in shares[10:])
+    for _ in range(100):
+        less = less_share(less, late_seconds=0.0, elements_per_second=rate, num_elements=num_elements)
+    assert less < 0.01
+    assert less_share(0.0, late_seconds=1e9, elements_per_second=rate, num_elements=0) == MAX_SHARE
