@@ -33,7 +33,14 @@ _FREE_TENSORS = 3
 _FREE_SHARE = 16
 # Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
 _RING_SHARE = 6
-_MAX_RING_BYTES = 2**30
+_RING_BYTES = 2**30
+# Where much is computed between two gradients, the states of the next ones must have room meanwhile, or the link rests
+# while the device computes and the device while the link catches up. How much is computed shows in the activations.
+_RING_OF_ACTIVATIONS = 4
+_LARGEST_RING_SHARE = 3
+_MAX_RING_BYTES = 2**31
+# The slots are set aside anew where they may have so many times the bytes.
+_RENEWED_FROM = 1.5
 _MAX_SLOT_BYTES = 384 * 2**20
 # One arrives, one is computed, one leaves, one is free.
 MAX_SLOTS = 4
@@ -49,8 +56,11 @@ class Residency:
         self._engine: Engine = mmu.engine
         self._chosen_for = (-1, -1)
         self._least_slot_bytes = 0
+        self._wanted_ring_bytes = 0
         self._no_slots_in = 0
         self._engine.give_up_kept = self.give_up
+        # What a step's activations take at most, as far as it is known.
+        self.activation_bytes = 0
 
     def choose(self, parameters: Iterable[Binding], optimizers: Iterable[AdoptedOptimizer]) -> None:
         """Decide for the arena as it is now, and bring what is to stay. Does nothing while the arena is the same."""
@@ -103,14 +113,29 @@ class Residency:
         """Set staging slots aside, once it is known what they are for; small ones only where the arena is small."""
         engine = self._engine
         page_size = engine.arena.page_size
-        ring_bytes = min(engine.arena.capacity_bytes // _RING_SHARE, _MAX_RING_BYTES)
+        capacity = engine.arena.capacity_bytes
+        ring_bytes = max(
+            min(capacity // _RING_SHARE, _RING_BYTES),
+            min(
+                self.activation_bytes // _RING_OF_ACTIVATIONS,
+                capacity // _LARGEST_RING_SHARE,
+                _MAX_RING_BYTES,
+            ),
+        )
         least = self._least_slot_bytes
         if engine.arena.capacity_bytes == self._no_slots_in:
             return
-        if not least or engine.staging.num_bytes or least > ring_bytes:
+        if not least or least > ring_bytes:
             return
         slot_frames = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least) // page_size
         num_slots = ring_bytes // (slot_frames * page_size)
+        wanted = num_slots * slot_frames * page_size
+        # As a rule they stay as they are; an arena that has grown by much gets others.
+        if engine.staging.num_bytes and (
+            wanted < _RENEWED_FROM * self._wanted_ring_bytes or not engine.staging.release()
+        ):
+            return
+        self._wanted_ring_bytes = wanted
         for _ in range(num_slots):
             # An optimizer that is first seen at its step finds the arena full of what the step left there.
             if engine.staging.reserve(num_slots, slot_frames) == num_slots:

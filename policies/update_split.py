@@ -26,9 +26,13 @@ THREADS_SHARE = 1 / 3
 # Of the elements, in the order of their gradients, those among which the CPU's are. The last ones are used first in
 # the next forward, when the CPU is still at what it was given before: its last is to be used in the middle.
 LEAD = 0.6
-# Of what the CPU was late by, in elements, its next share is less; that is forgotten by as much from step to step.
-_LESS = 0.7
-_FORGOTTEN = 0.05
+# Of what the CPU was late by, in elements, so much is taken off its share, but not more than a part of the whole at
+# once; after a step in which it was in time, some of what was taken off is given back.
+_LESS = 0.5
+_MOST_AT_ONCE = 0.05
+_GIVEN_BACK = 0.05
+# Nobody is exactly in time: a part of the whole.
+_IN_TIME = 0.002
 
 
 def balanced_share(
@@ -67,7 +71,9 @@ def less_share(less: float, *, late_seconds: float, elements_per_second: float, 
     ``less``: the same of the last step; ``late_seconds``: the training stood still for in that step.
     """
     late = late_seconds * elements_per_second / max(num_elements, 1)
-    return min((1 - _FORGOTTEN) * less + _LESS * late, MAX_SHARE)
+    if late <= _IN_TIME:
+        return (1 - _GIVEN_BACK) * less
+    return min(less + min(_LESS * late, _MOST_AT_ONCE), MAX_SHARE)
 
 
 class Diffusion:

@@ -51,6 +51,9 @@ _LINK_BYTES = 64 * 2**20
 # Steps after which a share that was found to be larger asks for no more memory: homes of gradients are page-locked, and
 # the rates that the share follows never stand quite still. By then they are those of warm threads and touched pages.
 _RESERVING_STEPS = 8
+# In the first steps the kernel is compiled and its pages are touched for the first time: what they were late by says
+# nothing of the others.
+_WARM_UP_STEPS = 4
 # An assignment serves until the share has changed by this part of itself.
 _STEADY_SHARE = 0.1
 
@@ -174,9 +177,13 @@ class CpuUpdates:
             if self._busy_seconds:
                 self._rate = self._num_elements / self._busy_seconds
             self._busy_seconds, self._num_elements = 0.0, 0
-        self._less = less_share(
-            self._less, late_seconds=self._late_seconds, elements_per_second=self._rate, num_elements=total
-        )
+        if self._num_assignments >= _WARM_UP_STEPS:
+            self._less = less_share(
+                self._less,
+                late_seconds=self._late_seconds,
+                elements_per_second=self._rate,
+                num_elements=total,
+            )
         self._late_seconds = 0.0
 
     def first_gradient(self) -> None:
