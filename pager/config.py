@@ -60,7 +60,7 @@ class Config:
     device_budget: bytes, "24GiB", or a fraction of the device's memory in (0, 1]; None = 90 % of what is
         free, on the simulated device 25 % of the host memory that is free.
     device_headroom: bytes kept free for activations beyond what was measured; "auto" = one thirty-second of the
-        budget or half of the activations, on the simulated device 0 (activations are not counted there).
+        budget or a third of the activations, on the simulated device 0 (activations are not counted there).
     host_budget: bytes, "48GiB", or a fraction of the smaller of physical memory and the cgroup limit.
     disk: folder for the third tier, or None for two tiers. It is used by what host memory has no room for.
     disk_budget: the most bytes to take there, or "55GiB"; None = what the folder's file system has free, less
