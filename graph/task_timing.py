@@ -1,0 +1,263 @@
+"""When tasks run: a discrete-event simulation of engines that share the machine's memory and link.
+
+A task belongs to one *engine* (compute, each direction of the link, disk read, disk write, the CPU's update, the
+host's thread). An engine does one task at a time, in the order in which tasks were added, as a stream does, and begins
+one when all the tasks it depends on have ended. Between two events every running task proceeds at a constant rate:
+
+- compute and host: 1 second a second;
+- the link: its rate alone, or the lower rate each way while both directions run;
+- disk and CPU: their own rates;
+- host DRAM: each byte over the link or the disk is one byte of it, each parameter updated on the CPU
+  ``cpu_bytes_per_parameter``. Where the running tasks ask for more than it has, all of them slow down in proportion.
+  (Measured, one H200: all threads alone update 4.75 G parameters/s, the link alone moves 50 GB/s each way, together
+  2.8 G and 31.5 GB/s: 0.59 and 0.63 of it.)
+
+A *late* task is one that a thread adds to the engine when it becomes ready: it takes its place behind what was added
+before the mark it names, and nothing waits behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import numpy as np
+
+from pager.graph.access_trace import FloatArray
+
+__all__ = ["Engine", "MachineRates", "TaskList", "Timing", "run_tasks"]
+
+
+class Engine(IntEnum):
+    """What does one task at a time."""
+
+    COMPUTE = 0
+    LINK_IN = 1
+    LINK_OUT = 2
+    DISK_READ = 3
+    DISK_WRITE = 4
+    CPU_UPDATE = 5
+    HOST = 6
+
+
+ENGINE_NAMES = ("compute", "h2d", "d2h", "disk read", "disk write", "cpu update", "host")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineRates:
+    """What the parts of a machine do in a second. Defaults: one H200 on PCIe 5 x16, measured (docs/benchmarks.md).
+
+    Bytes, but for the CPU's and the device's update: parameters. ``link_both_bytes_per_second``: each way, while both
+    directions run. ``cpu_bytes_per_parameter``: of host DRAM (weight, gradient and states read, weight and states
+    written). ``copy_seconds``: what a copy costs beside its bytes. ValueError for a rate that is not positive.
+    """
+
+    link_in_bytes_per_second: float = 54.6e9
+    link_out_bytes_per_second: float = 55.1e9
+    link_both_bytes_per_second: float = 45.6e9
+    host_dram_bytes_per_second: float = 141e9
+    disk_read_bytes_per_second: float = 1.8e9
+    disk_write_bytes_per_second: float = 2.9e9
+    # Five of sixteen threads: those that update beside the link.
+    cpu_update_parameters_per_second: float = 2.5e9
+    device_update_parameters_per_second: float = 113e9
+    cpu_bytes_per_parameter: float = 26.0
+    copy_seconds: float = 4.4e-6
+    # The host's thread: an access with the operations around it, a unit of the update, a page in, a choice of victims.
+    # The first two were fitted, once, to the two measured rows in which the host is the wall (docs/benchmarks.md).
+    host_access_seconds: float = 0.2e-3
+    host_unit_seconds: float = 3e-3
+    host_page_in_seconds: float = 0.1e-3
+    host_eviction_seconds: float = 0.5e-3
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"{field.name} is {value}; a rate must be positive")
+
+
+class TaskList:
+    """The tasks of a program, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.engine: list[int] = []
+        self.work: list[float] = []
+        self.waits: list[tuple[int, ...]] = []
+        self.kind: list[str] = []
+        self.subject: list[int] = []
+        self.turn: list[float] = []
+        self.num_late = 0
+
+    def __len__(self) -> int:
+        return len(self.engine)
+
+    def add(
+        self,
+        engine: Engine,
+        work: float,
+        waits: Iterable[int] = (),
+        *,
+        kind: str = "",
+        subject: int = -1,
+        late: bool = False,
+    ) -> int:
+        """Add a task and return its number.
+
+        ``work``: seconds (compute, host), bytes (link, disk) or parameters (CPU). ``waits``: tasks that end before this
+        one begins; negative numbers are left out. ``kind`` and ``subject`` (a parameter's number) name it.
+        ``late``: see the head of this file; its mark is the next call of :meth:`mark`.
+        """
+        number = len(self.engine)
+        self.engine.append(int(engine))
+        self.work.append(float(work))
+        self.waits.append(tuple({task for task in waits if task >= 0}))
+        self.kind.append(kind)
+        self.subject.append(subject)
+        self.turn.append(-1 if late else number)
+        self.num_late += int(late)
+        return number
+
+    def mark(self) -> None:
+        """Late tasks added so far take their turn here."""
+        if self.num_late:
+            now = len(self.engine) - 0.5
+            self.turn = [now if turn < 0 else turn for turn in self.turn]
+            self.num_late = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timing:
+    """When each task began and ended (float64 seconds per task), and the busy seconds of each engine."""
+
+    begin: FloatArray
+    end: FloatArray
+    busy_seconds: FloatArray
+    dram_bytes: float
+
+
+def run_tasks(tasks: TaskList, rates: MachineRates) -> Timing:
+    """Carry ``tasks`` out. Raises ValueError where tasks wait for each other in a circle."""
+    tasks.mark()
+    return _Run(tasks, rates).run()
+
+
+class _Run:
+    """One simulation: the heads of the engines' queues, and how much of them is left."""
+
+    def __init__(self, tasks: TaskList, rates: MachineRates) -> None:
+        self.tasks = tasks
+        self.rates = rates
+        num_tasks = len(tasks)
+        self.missing = [len(waits) for waits in tasks.waits]
+        self.followers: list[list[int]] = [[] for _ in range(num_tasks)]
+        for task, waits in enumerate(tasks.waits):
+            for before in waits:
+                self.followers[before].append(task)
+        # Two queues for each engine: what was added in order, and what came late.
+        self.queues: list[list[list[int]]] = [[[], []] for _ in Engine]
+        for task in range(num_tasks):
+            self.queues[tasks.engine[task]][int(tasks.turn[task] != task)].append(task)
+        self.places = [[0, 0] for _ in Engine]
+        self.running: list[int] = [-1] * len(Engine)
+        self.left = [0.0] * len(Engine)
+        self.begin = [math.nan] * num_tasks
+        self.end = [math.nan] * num_tasks
+        self.known: dict[int, tuple[list[float], float]] = {}
+
+    def run(self) -> Timing:
+        tasks, running, left = self.tasks, self.running, self.left
+        busy = [0.0] * len(Engine)
+        now, done, dram_bytes = 0.0, 0, 0.0
+        engines = range(len(Engine))
+        while done < len(tasks):
+            for engine in engines:
+                if running[engine] < 0:
+                    self._start(engine, now)
+            mask = 0
+            for engine in engines:
+                if running[engine] >= 0:
+                    mask |= 1 << engine
+            if not mask:
+                raise ValueError(f"{len(tasks) - done} of {len(tasks)} tasks wait for each other in a circle")
+            speed, dram = self._speed(mask)
+            step = min(left[engine] / speed[engine] for engine in engines if mask >> engine & 1)
+            now += step
+            dram_bytes += dram * step
+            for engine in engines:
+                if not mask >> engine & 1:
+                    continue
+                busy[engine] += step
+                left[engine] -= step * speed[engine]
+                # What is left after rounding is far below a nanosecond's worth.
+                if left[engine] <= 1e-9 * speed[engine]:
+                    self._finish(engine, now)
+                    done += 1
+        return Timing(
+            begin=np.array(self.begin),
+            end=np.array(self.end),
+            busy_seconds=np.array(busy),
+            dram_bytes=dram_bytes,
+        )
+
+    def _start(self, engine: int, now: float) -> None:
+        """Begin the engine's next task, if one is ready."""
+        best = -1
+        for queue in (0, 1):
+            waiting, place = self.queues[engine][queue], self.places[engine][queue]
+            if place == len(waiting) or self.missing[waiting[place]]:
+                continue
+            task = waiting[place]
+            if best < 0 or self.tasks.turn[task] < self.tasks.turn[best]:
+                best = task
+        if best < 0:
+            return
+        self.places[engine][int(self.tasks.turn[best] != best)] += 1
+        self.running[engine] = best
+        self.left[engine] = self._work(engine, best)
+        self.begin[best] = now
+
+    def _work(self, engine: int, task: int) -> float:
+        work = self.tasks.work[task]
+        if engine in (Engine.LINK_IN, Engine.LINK_OUT) and work > 0:
+            work += self.rates.copy_seconds * self.rates.link_both_bytes_per_second
+        return work
+
+    def _finish(self, engine: int, now: float) -> None:
+        task, self.running[engine] = self.running[engine], -1
+        self.end[task] = now
+        for follower in self.followers[task]:
+            self.missing[follower] -= 1
+
+    def _speed(self, mask: int) -> tuple[list[float], float]:
+        """Work a second of each engine while those of ``mask`` run, and bytes a second of host DRAM."""
+        if mask not in self.known:
+            self.known[mask] = _speeds([engine for engine in Engine if mask >> engine & 1], self.rates)
+        return self.known[mask]
+
+
+def _speeds(running: Sequence[Engine], rates: MachineRates) -> tuple[list[float], float]:
+    both = Engine.LINK_IN in running and Engine.LINK_OUT in running
+    link = rates.link_both_bytes_per_second if both else math.inf
+    alone = {
+        Engine.COMPUTE: 1.0,
+        Engine.HOST: 1.0,
+        Engine.LINK_IN: min(rates.link_in_bytes_per_second, link),
+        Engine.LINK_OUT: min(rates.link_out_bytes_per_second, link),
+        Engine.DISK_READ: rates.disk_read_bytes_per_second,
+        Engine.DISK_WRITE: rates.disk_write_bytes_per_second,
+        Engine.CPU_UPDATE: rates.cpu_update_parameters_per_second,
+    }
+    dram_of = dict.fromkeys(Engine, 1.0) | {
+        Engine.COMPUTE: 0.0,
+        Engine.HOST: 0.0,
+        Engine.CPU_UPDATE: rates.cpu_bytes_per_parameter,
+    }
+    asked = sum(alone[engine] * dram_of[engine] for engine in running)
+    share = min(1.0, rates.host_dram_bytes_per_second / asked) if asked else 1.0
+    speeds = [
+        alone[engine] * (share if dram_of[engine] else 1.0) if engine in running else 0.0 for engine in Engine
+    ]
+    return speeds, asked * share
