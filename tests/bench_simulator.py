@@ -1,0 +1,192 @@
+"""Predictions beside measurements, placements beside each other, and machines for large models: docs/benchmarks.md.
+
+    python tests/bench_simulator.py measured|placement [--out FILE]
+
+No GPU: everything is simulated, for one H200 whose rates were measured. Prints tables; ``--out`` appends JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pager.tools.captured import CapturedModel, capture_model
+from pager.tools.machine import Machine
+from pager.tools.model_source import load_model
+from pager.tools.prediction import Prediction, Wanted, predict
+
+GIB = 2**30
+MACHINE = Machine()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that was measured (docs/benchmarks.md): seconds, GB in and out, the CPU's share where it is known."""
+
+    model: str
+    gib: int
+    batch: int
+    update_at: str
+    update_on: str
+    seconds: float
+    gb_in: float
+    gb_out: float
+    cpu_share: float | None = None
+
+
+# Compute alone, in the runtime, measured the same day.
+COMPUTE_SECONDS = {("3b", 1): 0.22, ("7b", 1): 0.45, ("7b", 8): 1.7}
+
+MEASURED = (
+    Measured("7b", 24, 1, "backward", "auto", 1.185, 46, 46),
+    Measured("7b", 24, 8, "backward", "auto", 2.067, 48.3, 47.7, 0.434),
+    Measured("7b", 8, 1, "backward", "auto", 1.844, 62.3, 53.2, 0.388),
+    Measured("7b", 24, 1, "backward", "device", 1.46, 62, 62),
+    Measured("7b", 24, 1, "step", "device", 1.894, 75, 75),
+    Measured("3b", 12, 1, "backward", "device", 0.79, 33, 33),
+    Measured("3b", 12, 1, "backward", "auto", 0.765, 25, 25),  # 0.70 to 0.83 on machines of one kind
+)
+
+
+@cache
+def captured(model: str, batch: int) -> CapturedModel:
+    return capture_model(load_model(model, batch=batch, seq=2048), MACHINE, page_size=2**17)
+
+
+def predicted(row: Measured, **knobs: Any) -> Prediction:
+    """The prediction of a measured row."""
+    return predict(captured(row.model, row.batch), MACHINE, wanted(row, **knobs))
+
+
+def wanted(row: Measured, **knobs: Any) -> Wanted:
+    values: dict[str, Any] = {
+        "budget_bytes": row.gib * GIB,
+        "host_bytes": MACHINE.host_bytes,
+        "update_at": row.update_at,
+        "update_on": row.update_on,
+        "compute_seconds": COMPUTE_SECONDS.get((row.model, row.batch)),
+    }
+    return Wanted(**(values | knobs))
+
+
+def show(columns: list[str], rows: list[list[str]]) -> None:
+    for row in (columns, ["---"] * len(columns), *rows):
+        sys.stdout.write(f"| {' | '.join(row)} |\n")
+
+
+def measured() -> list[dict[str, Any]]:
+    lines, rows = [], []
+    for row in MEASURED:
+        step = predicted(row).step
+        assert step is not None
+        off = step.seconds / row.seconds - 1
+        known = f" ({row.cpu_share:.3f})" if row.cpu_share else ""
+        rows.append(
+            [
+                f"{row.model}, {row.gib} GiB, batch {row.batch}",
+                f"{row.update_at}, {row.update_on}",
+                f"{row.seconds:.3f}",
+                f"{step.seconds:.3f}",
+                f"{off:+.1%}",
+                f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f} ({row.gb_in:g}, {row.gb_out:g})",
+                f"{step.cpu_share:.3f}{known}",
+                ", ".join(
+                    f"{cause} {seconds:.2f}" for cause, seconds in list(step.stall_seconds.items())[:2]
+                ),
+            ]
+        )
+        lines.append(row.__dict__ | {"predicted": step.to_dict(), "off": off})
+    show(
+        [
+            *(
+                "step",
+                "`update_at`, `update_on`",
+                "measured s",
+                "predicted s",
+                "off",
+                "GB in, out (measured)",
+            ),
+            *("CPU's share (measured)", "waits for, s"),
+        ],
+        rows,
+    )
+    return lines
+
+
+# Model, cap, batch, update_at, update_on; the knob that is compared, its values.
+PLACEMENTS = (
+    *(("7b", gib, batch, "step", "device", "weights") for gib, batch in ((10, 1), (12, 1), (16, 1), (24, 8))),
+    *(("3b", gib, 1, "step", "device", "weights") for gib in (6, 8)),
+    *(("7b", gib, batch, "backward", "device", "weights") for gib, batch in ((8, 1), (12, 1), (24, 8))),
+    *(("7b", gib, batch, "backward", "device", "states") for gib, batch in ((24, 1), (32, 1), (32, 8))),
+    *(("3b", gib, batch, "backward", "device", "states") for gib, batch in ((12, 1), (16, 8))),
+    *(
+        ("7b", gib, batch, "backward", "auto", "cpu_order")
+        for gib, batch in ((8, 1), (24, 1), (24, 8), (32, 8))
+    ),
+    *(
+        ("3b", gib, batch, "backward", "auto", "cpu_order")
+        for gib, batch in ((8, 1), (12, 1), (12, 8), (16, 8))
+    ),
+    *(("7b", gib, batch, "step", "auto", "cpu_order") for gib, batch in ((24, 1), (32, 8))),
+)
+VALUES = {
+    "weights": ("spread", "belady"),
+    "states": ("belady", "spread"),
+    "cpu_order": ("last used", "spread"),
+}
+
+
+def placement() -> list[dict[str, Any]]:
+    lines, rows = [], []
+    for model, gib, batch, update_at, update_on, knob in PLACEMENTS:
+        row = Measured(model, gib, batch, update_at, update_on, 0, 0, 0)
+        found = {value: predicted(row, **{knob: value}) for value in VALUES[knob]}
+        cells = [
+            f"{value} {prediction.seconds:.3f}" if prediction.seconds is not None else f"{value}: -"
+            for value, prediction in found.items()
+        ]
+        first, second = (prediction.seconds for prediction in found.values())
+        change = f"{second / first - 1:+.1%}" if first and second else "-"
+        rows.append([f"{model}, {gib} GiB, batch {batch}", f"{update_at}, {update_on}", knob, *cells, change])
+        lines.append(
+            {
+                "model": model,
+                "gib": gib,
+                "batch": batch,
+                "update_at": update_at,
+                "update_on": update_on,
+                "knob": knob,
+            }
+            | {"seconds": {value: prediction.seconds for value, prediction in found.items()}}
+        )
+    show(["step", "knobs", "what is chosen", "today, s", "the other, s", "change"], rows)
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("measured", "placement"))
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    lines = {"measured": measured, "placement": placement}[arguments.what]()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stderr.write(f"{time.perf_counter() - began:.1f} s, {peak / GIB:.2f} GiB\n")
+    if arguments.out:
+        with open(arguments.out, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"bench": arguments.what} | line) + "\n" for line in lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
