@@ -96,11 +96,17 @@ class Held:
 
 
 class Stay(NamedTuple):
-    """Bytes that stand in the arena from the begin of one task to the end of another."""
+    """Elements of a parameter's weight (``kind`` 0), gradient (1) or states (2) that stand on the device from the begin
+    of one task to the end of another; ``last_task`` -1: still there.
+    """
 
     num_bytes: int
     first_task: int
     last_task: int
+    kind: int
+    parameter: int
+    first_element: int
+    num_elements: int
 
 
 class ArenaWalk:
@@ -123,6 +129,7 @@ class ArenaWalk:
         self.rates = rates
         self.tasks = TaskList()
         self.memory: list[Stay] = []
+        self.num_hits = self.num_misses = 0
         size = model.size
         self.weight_bytes = (model.num_elements * size.weight).tolist()
         self.elements = model.num_elements.tolist()
@@ -186,7 +193,9 @@ class ArenaWalk:
     def _bring(self, parameter: int) -> list[int]:
         """A streamed weight is to be on the device: page it in unless it is there. Pins it."""
         held = self.held.get(parameter)
+        self.num_hits += held is not None
         if held is None:
+            self.num_misses += 1
             if not self._make_room(self.weight_bytes[parameter], demand=True):
                 raise ValueError(
                     f"{self.model.names[parameter]} needs {self.weight_bytes[parameter]} bytes of an arena that has "
@@ -311,7 +320,15 @@ class ArenaWalk:
             self.num_unused_extents -= _extents(held.num_bytes)
         self.used -= held.num_bytes
         self.freed.append((held.num_bytes, tuple(waits)))
-        self.memory.append(Stay(held.num_bytes, held.first_task, max(waits)))
+        self.memory.append(self._stay(key, held, max(waits)))
+
+    def _stay(self, key: int, held: Held, last_task: int) -> Stay:
+        kind, parameter = divmod(key, len(self.elements))
+        return Stay(held.num_bytes, held.first_task, last_task, kind, parameter, 0, self.elements[parameter])
+
+    def still_there(self) -> list[Stay]:
+        """What stands in the arena after the last step."""
+        return [self._stay(key, held, -1) for key, held in self.held.items()]
 
     def _take(self, num_bytes: int) -> tuple[int, ...]:
         """Frames for so many bytes, which are free; what their next user has to wait for."""

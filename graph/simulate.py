@@ -14,12 +14,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pager.graph.access_trace import FloatArray, IntArray
-from pager.graph.arena_walk import DeviceShares, Placement, Stay, StepKnobs
+from pager.graph.arena_walk import DeviceShares, Placement, StepKnobs
 from pager.graph.cost_model import SupportsEviction
 from pager.graph.step_model import StepModel
 from pager.graph.step_schedule import Schedule
@@ -55,14 +55,30 @@ class Waveform:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SimulatedTask:
-    """What an engine did, in seconds from the step's begin: ``kind`` says what, ``subject`` for which parameter."""
+    """What an engine did, in seconds from the step's begin: ``kind`` says what, ``subject`` for which parameter.
 
+    ``waits``: ``number`` of the tasks that it waited for.
+    """
+
+    number: int
+    waits: tuple[int, ...]
     engine: str
     kind: str
     subject: str
     begin_seconds: float
     end_seconds: float
     work: float
+
+
+class ResidentSpan(NamedTuple):
+    """Elements of a parameter's weight (``kind`` 0), gradient (1) or states (2) on the device, and when in the step."""
+
+    kind: int
+    parameter: int
+    first_element: int
+    num_elements: int
+    begin_seconds: float
+    end_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,7 +105,9 @@ class SimulatedStep:
     cpu_parameters_per_second: float
     rest_seconds: float
     waveform: Waveform
+    hit_rate: float
     tasks: tuple[SimulatedTask, ...] = field(repr=False)
+    spans: tuple[ResidentSpan, ...] = field(repr=False)
     tier_bytes: Mapping[str, int]
     bound: float | None = None
 
@@ -105,7 +123,7 @@ class SimulatedStep:
 
     def to_dict(self) -> dict[str, Any]:
         """All but tasks and waveform, as plain values."""
-        names = [name for name in SimulatedStep.__slots__ if name not in ("tasks", "waveform")]
+        names = [name for name in SimulatedStep.__slots__ if name not in ("tasks", "spans", "waveform")]
         values = {name: getattr(self, name) for name in names}
         for name in ("stall_seconds", "busy_seconds", "tier_bytes"):
             values[name] = dict(values[name])
@@ -127,7 +145,8 @@ def simulate(
     knobs: StepKnobs | None = None,
     keep_tasks: bool = False,
 ) -> SimulatedStep:
-    """The step in the steady state. ``policy`` is copied. ``keep_tasks``: for a trace.
+    """The step in the steady state. ``policy`` is copied. ``keep_tasks``: for a trace and a
+    map: the step's ``tasks``, and ``spans`` of what is not on the device throughout.
 
     Raises ValueError where the arena cannot hold what stays, the slots, or what one operation needs.
     """
@@ -189,7 +208,9 @@ class _Report:
             ),
             rest_seconds=float(timing.end[first_gradient]) - self.begin if first_gradient >= 0 else 0.0,
             waveform=self._waveform(),
+            hit_rate=self.marks.hits / max(self.marks.hits + self.marks.misses, 1),
             tasks=self._tasks() if keep_tasks else (),
+            spans=self._spans() if keep_tasks else (),
             tier_bytes=self._tier_bytes(),
         )
 
@@ -210,10 +231,7 @@ class _Report:
 
     def _waveform(self) -> Waveform:
         schedule, timing = self.schedule, self.timing
-        stays = [
-            *schedule.memory,
-            *(Stay(held.num_bytes, held.first_task, -1) for held in schedule.held.values()),
-        ]
+        stays = [stay[:3] for stay in (*schedule.memory, *schedule.still_there())]
         table = np.array(stays, np.int64).reshape(-1, 3)
         begins = timing.begin[table[:, 1]]
         ends = np.where(table[:, 2] >= 0, timing.end[table[:, 2]], np.inf)
@@ -248,6 +266,8 @@ class _Report:
         inside = np.flatnonzero((timing.end > self.begin) & (timing.begin < self.end))
         return tuple(
             SimulatedTask(
+                number=task,
+                waits=tasks.waits[task],
                 engine=ENGINE_NAMES[tasks.engine[task]],
                 kind=tasks.kind[task],
                 subject=names[tasks.subject[task]] if tasks.subject[task] >= 0 else "",
@@ -257,6 +277,17 @@ class _Report:
             )
             for task in inside.tolist()
         )
+
+    def _spans(self) -> tuple[ResidentSpan, ...]:
+        schedule, timing = self.schedule, self.timing
+        spans = []
+        for stay in (*schedule.memory, *schedule.in_slots, *schedule.still_there()):
+            begin = float(timing.begin[stay.first_task])
+            end = float(timing.end[stay.last_task]) if stay.last_task >= 0 else self.end
+            if begin < self.end and end > self.begin:
+                when = (max(begin - self.begin, 0.0), min(end, self.end) - self.begin)
+                spans.append(ResidentSpan(*stay[3:], *when))
+        return tuple(spans)
 
     def _tier_bytes(self) -> dict[str, int]:
         """What has its home in each tier; gradients have one in host memory unless they never leave the device."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pager.graph.arena_walk import ArenaWalk, DeviceShares, Held, Placement, StepKnobs
+from pager.graph.arena_walk import ArenaWalk, DeviceShares, Held, Placement, Stay, StepKnobs
 from pager.graph.cost_model import SupportsEviction
 from pager.graph.step_model import StepModel
 from pager.graph.task_timing import Engine, MachineRates
@@ -34,6 +34,7 @@ class _Unit:
     """A slice of a parameter's update, and its slot once that is being filled."""
 
     parameter: int
+    first_element: int
     num_elements: int
     arrival: int | None = None
 
@@ -46,6 +47,8 @@ class StepMarks:
     last_compute: int = -1
     ticks: list[int] = field(default_factory=list)
     first_gradient: int = -1
+    hits: int = 0
+    misses: int = 0
 
 
 class Schedule(ArenaWalk):
@@ -71,6 +74,7 @@ class Schedule(ArenaWalk):
         self.coming: deque[int] = deque()  # parameters whose gradients come, in order
         self.ahead: dict[int, list[_Unit]] = {}
         self.stepped: set[int] = set()
+        self.in_slots: list[Stay] = []
 
     # -- the walk ----------------------------------------------------------------------------------
 
@@ -101,10 +105,13 @@ class Schedule(ArenaWalk):
                 self._prefetch()
         self._end_step()
         marks.last_compute = self.last_compute
+        marks.hits, self.num_hits = self.num_hits, 0
+        marks.misses, self.num_misses = self.num_misses, 0
 
     def _use(self, parameter: int) -> list[int]:
         """Bring a weight for an access, its waiting update first; what the access waits for."""
         waits = [] if self.stays[parameter] else self._bring(parameter)
+        self.num_hits += self.stays[parameter]
         if self.stays[parameter] and self.ready[parameter] >= 0:
             waits.append(self.ready[parameter])
         if parameter in self.pending:
@@ -189,7 +196,7 @@ class Schedule(ArenaWalk):
 
     def _units(self, parameter: int) -> list[_Unit]:
         count, step = self.elements[parameter], self.unit_elements or self.elements[parameter]
-        return [_Unit(parameter, min(step, count - begin)) for begin in range(0, count, step)]
+        return [_Unit(parameter, begin, min(step, count - begin)) for begin in range(0, count, step)]
 
     def _unit_bytes(self, unit: _Unit) -> int:
         """What a unit's slot is filled with: states, and a gradient that went home."""
@@ -250,6 +257,8 @@ class Schedule(ArenaWalk):
                         Engine.DISK_WRITE, num_bytes, (last,), kind="states to disk", subject=parameter
                     )
             self.slots.append(last)
+            in_slot = (2, parameter, unit.first_element, unit.num_elements)
+            self.in_slots.append(Stay(self._unit_bytes(unit), unit.arrival or 0, last, *in_slot))
         held = self.held.get(parameter)
         if held is not None:
             held.dirty, held.last_use = True, task

@@ -177,6 +177,23 @@ def test_tasks_are_kept_for_a_trace_only_on_request() -> None:
     assert all(task.subject.startswith("w") for task in tasks if task.engine == "h2d")
 
 
+def test_spans_say_what_is_on_the_device_and_when() -> None:
+    step = make_step()
+    result = run(step, keep_tasks=True, arena=2400 + 800)
+    for kind, num_bytes in ((0, WEIGHTS), (2, STATES)):
+        own = [span for span in result.spans if span.kind == kind]
+        covered = {(span.parameter, span.first_element) for span in own}
+        assert len(covered) * {0: 200, 2: 500}[kind] == num_bytes
+        assert all(0 <= span.begin_seconds < span.end_seconds <= result.seconds + 1e-9 for span in own)
+    # At no time more slices of states than slots.
+    states = [span for span in result.spans if span.kind == 2]
+    for span in states:
+        at = [s for s in states if s.begin_seconds <= span.begin_seconds < s.end_seconds - 1e-9]
+        assert len(at) <= 4
+    assert run(step, arena=2400 + 800, prefetch=0).hit_rate < result.hit_rate <= 1
+    assert run(step, stays=True).hit_rate == 1
+
+
 def test_a_slot_is_filled_again_only_when_its_states_have_gone_home() -> None:
     rates = dataclasses.replace(ROUND_RATES, link_out_bytes_per_second=2.0)
     tasks = run(make_step(), stays=True, num_slots=2, rates=rates, keep_tasks=True).tasks
