@@ -13,6 +13,11 @@ take as long as the link, are faster together (docs/decisions.md, 15).
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+from pager.policies.staying import BoolArray, spread
+
 # A share to measure the CPU's rate with.
 FIRST_SHARE = 0.1
 MAX_SHARE = 0.75
@@ -49,6 +54,22 @@ def balanced_share(
         / (1 / elements_per_second + CPU_SPAN * saved_seconds)
     )
     return min(share, streamed_share, MAX_SHARE)
+
+
+def cpu_part(num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: bool) -> BoolArray:
+    """bool: which parameters the CPU updates, about ``wanted_elements`` of all elements.
+
+    ``num_elements``: of each parameter that it can update, in the order in which their gradients come. Not ``evenly``:
+    those that come first, which are used last in the next forward, so that the CPU has the most time for them; right
+    where all updates begin at once, after backward. ``evenly``: spread over backward, so that the link has something to
+    stream all the time (docs/decisions.md, 31: a tenth of the step where the computation is as long as the link's).
+    """
+    sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
+    if evenly:
+        return spread(sizes, wanted_elements)
+    # As long as more than half of the next one is wanted.
+    before = np.cumsum(sizes) - sizes
+    return np.asarray(np.cumprod(wanted_elements - before >= sizes / 2).astype(bool) & (sizes > 0))
 
 
 def num_threads_beside_link(num_threads: int) -> int:

@@ -23,7 +23,7 @@ from pager.optim.adopted import UNIT_BYTES
 from pager.policies.placement import Home, PlacementError, place
 from pager.policies.protocol import make_eviction_policy
 from pager.policies.staying import belady, room_for_staying, share_arena, spread
-from pager.policies.update_split import balanced_share
+from pager.policies.update_split import balanced_share, cpu_part
 from pager.tools.captured import CapturedModel
 from pager.tools.machine import Machine
 from pager.units import format_bytes
@@ -258,15 +258,8 @@ class _Placing:
         # Those that are used last in forward come first in backward.
         order = can[np.argsort(-self.first_use[can], kind="stable")]
         chosen = np.zeros(len(self.elements), bool)
-        left = share * float(self.elements.sum())
-        if self.wanted.cpu_order == "spread":
-            chosen[order] = spread(self.elements[order], left)
-            return chosen
-        for parameter in order.tolist():
-            if left < self.elements[parameter] / 2:
-                break
-            chosen[parameter] = True
-            left -= int(self.elements[parameter])
+        wanted = share * float(self.elements.sum())
+        chosen[order] = cpu_part(self.elements[order], wanted, evenly=self.wanted.cpu_order == "spread")
         return chosen
 
     def _below(self, on_cpu: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

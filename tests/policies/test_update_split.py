@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from pager.policies.update_split import (
@@ -9,6 +10,7 @@ from pager.policies.update_split import (
     FIRST_SHARE,
     MAX_SHARE,
     balanced_share,
+    cpu_part,
     num_threads_beside_link,
 )
 
@@ -50,3 +52,26 @@ def test_never_more_than_streams_nor_than_may_be() -> None:
 @pytest.mark.parametrize(("all_threads", "beside"), [(1, 1), (2, 1), (3, 1), (7, 2), (15, 5), (63, 21)])
 def test_a_third_of_the_threads_beside_the_link(all_threads: int, beside: int) -> None:
     assert num_threads_beside_link(all_threads) == beside
+
+
+@pytest.mark.parametrize(
+    ("wanted", "first", "even"),
+    [
+        (0, [], []),
+        (10, [0], [4]),
+        (14, [0], [3]),
+        (16, [0, 1], [3]),
+        (50, [0, 1, 2, 3, 4], [0, 2, 4, 6, 8]),
+        (100, list(range(10)), list(range(10))),
+    ],
+)
+def test_the_cpus_part_is_those_that_come_first_or_spread_evenly(
+    wanted: float, first: list[int], even: list[int]
+) -> None:
+    assert np.flatnonzero(cpu_part([10] * 10, wanted, evenly=False)).tolist() == first
+    assert np.flatnonzero(cpu_part([10] * 10, wanted, evenly=True)).tolist() == even
+
+
+def test_the_first_that_is_too_large_ends_the_cpus_part() -> None:
+    assert cpu_part([10, 100, 10], 30, evenly=False).tolist() == [True, False, False]
+    assert cpu_part([10, 100, 10], 60, evenly=False).tolist() == [True, True, False]
