@@ -173,30 +173,34 @@ class _Run:
         tasks, running, left = self.tasks, self.running, self.left
         busy = [0.0] * len(Engine)
         now, done, dram_bytes = 0.0, 0, 0.0
-        engines = range(len(Engine))
+        active: list[int] = []
+        # Engines that may have something to begin: those that came free, and those of tasks that became ready.
+        idle: set[int] = {int(engine) for engine in Engine}
         while done < len(tasks):
-            for engine in engines:
-                if running[engine] < 0:
-                    self._start(engine, now)
-            mask = 0
-            for engine in engines:
-                if running[engine] >= 0:
-                    mask |= 1 << engine
-            if not mask:
+            for engine in idle:
+                if running[engine] < 0 and self._start(engine, now):
+                    active.append(engine)
+            idle.clear()
+            if not active:
                 raise ValueError(f"{len(tasks) - done} of {len(tasks)} tasks wait for each other in a circle")
+            mask = 0
+            for engine in active:
+                mask |= 1 << engine
             speed, dram = self._speed(mask)
-            step = min(left[engine] / speed[engine] for engine in engines if mask >> engine & 1)
+            step = min([left[engine] / speed[engine] for engine in active])
             now += step
             dram_bytes += dram * step
-            for engine in engines:
-                if not mask >> engine & 1:
-                    continue
+            still: list[int] = []
+            for engine in active:
                 busy[engine] += step
                 left[engine] -= step * speed[engine]
                 # What is left after rounding is far below a nanosecond's worth.
-                if left[engine] <= 1e-9 * speed[engine]:
-                    self._finish(engine, now)
-                    done += 1
+                if left[engine] > 1e-9 * speed[engine]:
+                    still.append(engine)
+                    continue
+                self._finish(engine, now, idle)
+                done += 1
+            active = still
         return Timing(
             begin=np.array(self.begin),
             end=np.array(self.end),
@@ -204,8 +208,8 @@ class _Run:
             dram_bytes=dram_bytes,
         )
 
-    def _start(self, engine: int, now: float) -> None:
-        """Begin the engine's next task, if one is ready."""
+    def _start(self, engine: int, now: float) -> bool:
+        """Begin the engine's next task, if one is ready; whether one was."""
         best = -1
         for queue in (0, 1):
             waiting, place = self.queues[engine][queue], self.places[engine][queue]
@@ -215,11 +219,12 @@ class _Run:
             if best < 0 or self.tasks.turn[task] < self.tasks.turn[best]:
                 best = task
         if best < 0:
-            return
+            return False
         self.places[engine][int(self.tasks.turn[best] != best)] += 1
         self.running[engine] = best
         self.left[engine] = self._work(engine, best)
         self.begin[best] = now
+        return True
 
     def _work(self, engine: int, task: int) -> float:
         work = self.tasks.work[task]
@@ -227,11 +232,14 @@ class _Run:
             work += self.rates.copy_seconds * self.rates.link_both_bytes_per_second
         return work
 
-    def _finish(self, engine: int, now: float) -> None:
+    def _finish(self, engine: int, now: float, idle: set[int]) -> None:
         task, self.running[engine] = self.running[engine], -1
         self.end[task] = now
+        idle.add(engine)
         for follower in self.followers[task]:
             self.missing[follower] -= 1
+            if not self.missing[follower]:
+                idle.add(self.tasks.engine[follower])
 
     def _speed(self, mask: int) -> tuple[list[float], float]:
         """Work a second of each engine while those of ``mask`` run, and bytes a second of host DRAM."""

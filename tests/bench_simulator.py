@@ -1,6 +1,6 @@
 """Predictions beside measurements, placements beside each other, and machines for large models: docs/benchmarks.md.
 
-    python tests/bench_simulator.py measured|placement [--out FILE]
+    python tests/bench_simulator.py measured|placement|scale [--out FILE]
 
 No GPU: everything is simulated, for one H200 whose rates were measured. Prints tables; ``--out`` appends JSON lines.
 """
@@ -8,7 +8,9 @@ No GPU: everything is simulated, for one H200 whose rates were measured. Prints 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import multiprocessing
 import resource
 import sys
 import time
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pager.tools.captured import CapturedModel, capture_model
 from pager.tools.machine import Machine
 from pager.tools.model_source import load_model
+from pager.tools.plan import make_plan_of
 from pager.tools.prediction import Prediction, Wanted, predict
 
 GIB = 2**30
@@ -173,13 +176,100 @@ def placement() -> list[dict[str, Any]]:
     return lines
 
 
+# Model, batch, machines, host memory of each for homes, whether the rest may go to a disk.
+SCALE = (
+    *(
+        ("70b", 8, machines, host, disk)
+        for machines, host, disk in ((1, 1.0, False), (1, 0.5, True), (8, 0.5, False))
+    ),
+    *(
+        ("405b", 2, machines, host, disk)
+        for machines, host, disk in ((1, 6.0, False), (1, 2.0, True), (8, 2.0, False))
+    ),
+    *(
+        ("1t", 1, machines, host, disk)
+        for machines, host, disk in ((1, 14.0, False), (1, 2.0, True), (32, 3.0, False))
+    ),
+)
+FAST_DISK = dataclasses.replace(
+    MACHINE.rates, disk_read_bytes_per_second=12e9, disk_write_bytes_per_second=8e9
+)
+
+
+def one_scale(row: tuple[str, int, int, float, bool]) -> dict[str, Any]:
+    """Plan and simulate one row of `SCALE`; what it took this process is in it."""
+    model, batch, machines, host_tib, disk = row
+    began = time.perf_counter()
+    machine = dataclasses.replace(MACHINE, rates=FAST_DISK)
+    found = captured(model, batch)
+    wants = Wanted(
+        budget_bytes=120 * GIB,
+        host_bytes=int(host_tib * 1024 * GIB),
+        disk_bytes=100 * 1024 * GIB if disk else 0,
+        update_at="backward",
+        update_on="auto",
+        num_machines=machines,
+    )
+    prediction = predict(found, machine, wants)
+    plan = make_plan_of(found, prediction)
+    step = prediction.step
+    if step is None:
+        raise RuntimeError(f"{row}: {prediction.reason}")
+    return {
+        "model": model,
+        "batch": batch,
+        "machines": machines,
+        "num_parameters": found.num_parameters,
+        "num_pages": plan.num_pages,
+        "tokens": found.step.tokens * machines,
+        "compute_seconds": found.step.compute_seconds,
+        "seconds": prediction.seconds,
+        "network_seconds": prediction.network_seconds,
+        "of_bound": step.of_bound,
+        "stall_seconds": dict(step.stall_seconds),
+        "host_bytes": step.tier_bytes["host"],
+        "disk_bytes": step.tier_bytes["disk"],
+        "plan_seconds": time.perf_counter() - began,
+        "plan_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def scale() -> list[dict[str, Any]]:
+    # Each in a process of its own: its time and memory are figures too.
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        lines = pool.map(one_scale, SCALE, chunksize=1)
+    show(
+        [
+            *("model", "pages", "machines", "host memory of each", "disk of each", "tokens a step"),
+            *("computation, s", "step, s", "of the bound", "waits most for", "planned in, peak"),
+        ],
+        [
+            [
+                f"{line['model']}, batch {line['batch']}",
+                f"{line['num_pages'] / 1e6:.0f} M",
+                str(line["machines"]),
+                f"{line['host_bytes'] / 2**40:.2f} TiB",
+                f"{line['disk_bytes'] / 2**40:.2f} TiB" if line["disk_bytes"] else "-",
+                f"{line['tokens']:,}",
+                f"{line['compute_seconds']:.0f}",
+                f"{line['seconds']:.0f}",
+                f"{line['of_bound']:.2f}" if line["of_bound"] else "-",
+                next(iter(line["stall_seconds"]), "-"),
+                f"{line['plan_seconds']:.0f} s, {line['plan_peak_bytes'] / GIB:.2f} GiB",
+            ]
+            for line in lines
+        ],
+    )
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("measured", "placement"))
+    parser.add_argument("what", choices=("measured", "placement", "scale"))
     parser.add_argument("--out")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    lines = {"measured": measured, "placement": placement}[arguments.what]()
+    lines = {"measured": measured, "placement": placement, "scale": scale}[arguments.what]()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sys.stderr.write(f"{time.perf_counter() - began:.1f} s, {peak / GIB:.2f} GiB\n")
     if arguments.out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from pager.graph.access_trace import AccessRow, AccessTrace, Phase, SegmentSpec
 from pager.graph.bound import BytesPerParameter
 from pager.graph.capture import capture
 from pager.graph.cost_model import Ceilings, estimate_tick_seconds
+from pager.graph.fused_attention import fused_attention_on_meta
 from pager.graph.step_model import StepModel
 from pager.tools.errors import CommandFailed
 from pager.tools.machine import Machine
@@ -113,9 +115,8 @@ class CapturedModel:
 def capture_model(
     source: ModelSource, machine: Machine, *, page_size: int, master: bool = True, is_gpu: bool = True
 ) -> CapturedModel:
-    """Run one step of the model on meta. ``master``: a half-precision model is stepped in fp32 through masters.
-
-    Raises CommandFailed where capture fails, with what the model said.
+    """Run one step of the model on meta. ``master``: a half-precision model is stepped in fp32 through masters;
+    ``is_gpu``: attention never holds its scores. Raises CommandFailed where capture fails, with what the model said.
     """
     paged = [(name, p) for name, p in source.model.named_parameters() if p.nbytes >= page_size]
     small = [p for _, p in source.model.named_parameters() if p.nbytes < page_size]
@@ -124,8 +125,10 @@ def capture_model(
             f"{source.name}: no parameter is as large as a page ({page_size} bytes); there is nothing to page"
         )
     managed: dict[nn.Parameter, int] = {p: index for index, (_, p) in enumerate(paged)}
-    device = torch.device("cuda" if is_gpu else "cpu")
-    found = capture(source.model, managed, source.args, source.kwargs, device=device)
+    # Attention as a GPU has it; but not capture on fake tensors of a GPU, which takes one.
+    attention = fused_attention_on_meta() if is_gpu else contextlib.nullcontext()
+    with attention:
+        found = capture(source.model, managed, source.args, source.kwargs, device=torch.device("cpu"))
     if found.way == "recorded":
         raise CommandFailed(f"{source.name}: the step cannot be captured without data: {found.reason}")
     specs, pages = [], 0

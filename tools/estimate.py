@@ -15,6 +15,7 @@ from pager.tools.plan_options import (
     add_shared_options,
     capture_from,
     default_budget,
+    is_small,
     parse_budget,
     plain,
     wanted_from,
@@ -107,17 +108,17 @@ def predictions_of(
 
     if arguments.device_budget:
         budgets = [parse_budget(text, machine) for text in arguments.device_budget]
+    elif is_small(captured):
+        budgets = [default_budget(captured, machine) * share // 4 for share in (2, 4, 8, 17)]
     else:
         budgets = [gib * 2**30 for gib in BUDGETS_GIB if gib * 2**30 <= machine.device_bytes]
-        # Small models stream within less than any device has.
-        budgets = sorted({min(default_budget(captured, machine), budgets[0]), *budgets})
     rows = []
     for place, budget in enumerate(budgets):
         if sys.stderr.isatty():
             print(
                 f"\rsimulating {place + 1} of {len(budgets)} budgets ...", end="", file=sys.stderr, flush=True
             )
-        rows.append(predict(captured, machine, wanted_from(arguments, machine, budget)))
+        rows.append(predict(captured, machine, wanted_from(arguments, captured, machine, budget)))
     if sys.stderr.isatty():
         print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     return rows

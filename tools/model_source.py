@@ -6,6 +6,7 @@ All are built on meta: no weights are needed, and none are made.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 import traceback
@@ -26,6 +27,8 @@ HELP = (
     f"{', '.join(PRESETS)}; a JSON or YAML file of sizes; the config.json of a Hugging Face model; or "
     "FILE.py:FUNCTION, which returns a model, or a model and its inputs"
 )
+
+DEFAULT_SEQ = 2048
 
 # Keys of Hugging Face configs that say how large a model is: of these one of each row must be there.
 _SIZE_KEYS = (
@@ -58,7 +61,9 @@ def load_model(spec: str, *, batch: int, seq: int | None, checkpoint: bool = Tru
     if Path(spec).suffix.lower() == ".json" and Path(spec).is_file():
         content = _read_json(Path(spec))
         if "model_type" in content or "architectures" in content:
-            return _from_config(Path(spec), content, batch=batch, seq=seq or 2048, checkpoint=checkpoint)
+            return _from_config(
+                Path(spec), content, batch=batch, seq=seq or DEFAULT_SEQ, checkpoint=checkpoint
+            )
     if spec.endswith(".py"):
         raise InputError(f"{spec} names no function; write {spec}:FUNCTION")
     return _from_sizes(spec, batch=batch, seq=seq)
@@ -70,7 +75,7 @@ def _from_sizes(spec: str, *, batch: int, seq: int | None) -> ModelSource:
     name, sizes = load_sizes(spec)
     from pager.tools.language_model import make_model
 
-    length = seq or (2048 if sizes.checkpoint else 128)
+    length = seq or (DEFAULT_SEQ if sizes.checkpoint else 128)
     tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
     return ModelSource(
         name=name,
@@ -133,7 +138,11 @@ def _from_config(
         ) from error
     model.train()
     if checkpoint and getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # By its name of today, or that of before.
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
     kwargs, tokens = _inputs_of(model, content, batch, seq)
     return ModelSource(
         name=str(content.get("_name_or_path") or path.parent.name or kind).rsplit("/", 1)[-1] or str(kind),
@@ -169,7 +178,7 @@ def _inputs_of(model: Any, content: Mapping[str, Any], batch: int, seq: int) -> 
         return {"pixel_values": pixels}, batch
     tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     kwargs = {"input_ids": tokens}
-    if "labels" in type(model).forward.__code__.co_varnames or "ForCausalLM" in type(model).__name__:
+    if "labels" in inspect.signature(model.forward).parameters:
         kwargs["labels"] = tokens
     return kwargs, batch * seq
 
@@ -233,17 +242,15 @@ def _function_of(path: Path, function: str) -> Callable[..., Any]:
 
 def _call(path: Path, function: Callable[..., Any], batch: int, seq: int | None) -> Any:
     """Call the user's function on meta, with ``batch`` and ``seq`` where it takes them."""
-    import inspect
-
     import torch
 
     try:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):
         names = {}  # type: ignore[assignment]
-    given = {
-        name: value for name, value in (("batch", batch), ("seq", seq)) if name in names and value is not None
-    }
+    given = {"batch": batch} if "batch" in names else {}
+    if "seq" in names and (seq is not None or names["seq"].default is inspect.Parameter.empty):
+        given["seq"] = DEFAULT_SEQ if seq is None else seq
     try:
         with torch.device("meta"):
             return function(**given)

@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     _say("simulating ...")
     prediction = predict(
-        captured, machine, wanted_from(arguments, machine, budget), keep_tasks=folder is not None
+        captured, machine, wanted_from(arguments, captured, machine, budget), keep_tasks=folder is not None
     )
     verdict = verdict_of(prediction, captured.step)
     plan = make_plan_of(captured, prediction)
@@ -146,7 +146,11 @@ def figures_of(captured: CapturedModel, prediction: Prediction, machine: str) ->
     rows = [
         ("model", f"{captured.name}, {captured.num_parameters / 1e9:.3g} G parameters, {captured.dtype}"),
         ("machine", machine),
-        ("device budget", format_bytes(prediction.wanted.budget_bytes)),
+        (
+            "device budget",
+            format_bytes(prediction.wanted.budget_bytes)
+            + (" for pages alone, as on the simulated device" if prediction.wanted.simulated else ""),
+        ),
         ("activations", format_bytes(captured.activation_bytes)),
         ("computation", f"{forward:.3f} s forward, {backward:.3f} s backward"),
     ]

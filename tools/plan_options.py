@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from pager.tools.captured import CapturedModel
     from pager.tools.prediction import Wanted
 
-__all__ = ["add_shared_options", "capture_from", "make_folder", "wanted_from"]
+__all__ = [
+    "add_shared_options",
+    "capture_from",
+    "default_budget",
+    "make_folder",
+    "parse_budget",
+    "wanted_from",
+]
+
+# A training state below this is planned for as on the simulated device: its budget counts pages alone.
+SMALL_BYTES = 2**30
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +92,9 @@ def capture_from(arguments: argparse.Namespace) -> tuple[CapturedModel, Machine]
     return captured, machine
 
 
-def wanted_from(arguments: argparse.Namespace, machine: Machine, budget_bytes: int) -> Wanted:
+def wanted_from(
+    arguments: argparse.Namespace, captured: CapturedModel, machine: Machine, budget_bytes: int
+) -> Wanted:
     """The knobs of a run with this device budget."""
     from pager.tools.prediction import Wanted
 
@@ -96,19 +108,31 @@ def wanted_from(arguments: argparse.Namespace, machine: Machine, budget_bytes: i
         update_on=arguments.update_on,
         eviction=arguments.eviction,
         prefetch_extents=arguments.prefetch_distance,
+        simulated=is_small(captured),
     )
 
 
-def default_budget(captured: CapturedModel, machine: Machine) -> int:
-    """Device memory that holds a quarter of the training state, beside activations and what a process takes; at most
-    90 % of the device.
-    """
+def state_bytes_of(captured: CapturedModel) -> int:
+    """Bytes of the training state that is paged: parameters, gradients, optimizer states."""
     size = captured.step.size
-    state = captured.step.num_parameters * (size.weight + size.gradient + size.state)
-    beside = machine.context_bytes + 384 * 2**20 + captured.step.small_bytes + 2 * captured.activation_bytes
-    largest = int(captured.step.num_elements.max()) * size.weight
-    wanted = max(state // 4, 16 * largest) + beside
-    return min(wanted * 16 // 15, machine.device_bytes * 9 // 10)
+    return captured.step.num_parameters * (size.weight + size.gradient + size.state)
+
+
+def is_small(captured: CapturedModel) -> bool:
+    """Whether a GPU's budget says nothing about the model: a process takes more than its training state."""
+    return state_bytes_of(captured) < SMALL_BYTES
+
+
+def default_budget(captured: CapturedModel, machine: Machine) -> int:
+    """Device memory that holds a quarter of the training state; on a GPU beside activations and what a process takes,
+    and at most 90 % of the device.
+    """
+    state = state_bytes_of(captured)
+    if is_small(captured):
+        return state // 4 + captured.step.small_bytes
+    largest = int(captured.step.num_elements.max()) * captured.step.size.weight
+    beside = machine.context_bytes + 1024 * 2**20 + captured.step.small_bytes + 2 * captured.activation_bytes
+    return min((max(state // 4, 16 * largest) + beside) * 16 // 15, machine.device_bytes * 9 // 10)
 
 
 def parse_budget(text: str, machine: Machine, *, name: str = "--device-budget") -> int:

@@ -32,6 +32,7 @@ __all__ = ["Prediction", "Wanted", "predict"]
 
 # A share of the update for the CPU follows from rates that it changes itself.
 _ROUNDS = 5
+_SAME_SHARE = 0.005
 # As `pager.homes`: what is not wired must hold the update of the largest tensor; a parameter that streams crosses the
 # link four times, a gradient or a state twice.
 _UPDATE_TENSORS = 4
@@ -45,7 +46,10 @@ class Wanted:
     """The knobs of a run. ``compute_seconds``: measured, of forward and backward; None: by the machine's rates.
 
     ``cpu_share``: None: as the runtime finds it. ``cpu_order``: "last used" (the runtime's) or "spread";
-    ``weights``, ``states``: "spread" or "belady". ``eviction``: a name or a policy object. ``host_bytes``: for homes.
+    ``weights``, ``states``: "spread" or "belady". ``num_machines``: each holds all weights, a share of the states, and
+    takes its own batch (on paper only: the runtime uses one device). ``simulated``: as on the simulated device, where
+    the budget is the pages' alone.
+    ``eviction``: a name or a policy object. ``host_bytes``: for homes.
     """
 
     budget_bytes: int
@@ -60,11 +64,16 @@ class Wanted:
     cpu_order: str = "last used"
     weights: str = "spread"
     states: str = "belady"
+    num_machines: int = 1
+    simulated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prediction:
-    """``fits``: nothing would be paged. ``reason``: why there is no step, else None. Bytes as on the device."""
+    """``fits``: nothing would be paged. ``reason``: why there is no step, else None. Bytes as on the device.
+
+    ``network_seconds``: what several machines need between them: gradients to their owners, new weights to all.
+    """
 
     wanted: Wanted
     fits: bool
@@ -76,19 +85,19 @@ class Prediction:
     placement: Placement | None = None
     step: SimulatedStep | None = None
     bound: StepBound | None = None
+    network_seconds: float = 0.0
 
     @property
     def seconds(self) -> float | None:
-        """Of a step; None where there is none."""
-        return None if self.step is None else self.step.seconds
+        """Of a step; None where there is none. The network is taken to work beside everything else."""
+        return None if self.step is None else max(self.step.seconds, self.network_seconds)
 
 
 class _PaperDevice:
     """What `DeviceBudget` asks of a device."""
 
-    is_simulated = False
-
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, *, is_simulated: bool) -> None:
+        self.is_simulated = is_simulated
         self._machine = machine
 
     def total_bytes(self) -> int:
@@ -124,12 +133,15 @@ def predict(
     if wanted.compute_seconds is not None:
         step = step.scaled_to(wanted.compute_seconds)
         captured = dataclasses.replace(captured, step=step)
+    if wanted.num_machines > 1:
+        captured = _share_of(captured, wanted.num_machines)
+        step = captured.step
     element_bytes = step.size.weight + step.size.gradient + step.size.state
     state_bytes = step.num_parameters * element_bytes
     known: dict[str, Any] = {"wanted": wanted, "activation_bytes": captured.activation_bytes}
     try:
         budget = DeviceBudget(
-            _PaperDevice(machine),  # type: ignore[arg-type]
+            _PaperDevice(machine, is_simulated=wanted.simulated),  # type: ignore[arg-type]
             Config(device_budget=wanted.budget_bytes),
             small_bytes=step.small_bytes,
         )
@@ -138,7 +150,9 @@ def predict(
     largest = int(step.num_elements.max()) * step.size.weight
     arena = max(budget.arena_bytes(captured.activation_bytes), 0)
     known |= {
-        "headroom_bytes": budget.allocator_bytes - step.small_bytes - captured.activation_bytes - arena,
+        "headroom_bytes": max(
+            budget.allocator_bytes - step.small_bytes - captured.activation_bytes - arena, 0
+        ),
     }
     if state_bytes <= arena - arena // 16:
         return Prediction(**known, fits=True, reason=None, arena_bytes=state_bytes)
@@ -154,16 +168,37 @@ def predict(
             fits=False,
             reason=f"of a budget of {format_bytes(wanted.budget_bytes)} {format_bytes(arena)} are left for pages "
             f"beside activations of {format_bytes(captured.activation_bytes)}; streaming the largest tensor "
-            f"({format_bytes(largest)}) takes {_UPDATE_TENSORS} of it",
+            f"({format_bytes(largest)}) takes {_UPDATE_TENSORS} of it; lower the batch, or raise the budget",
         )
     try:
         placement, result = _simulate(captured, machine, wanted, shares, keep_tasks=keep_tasks)
     except (PlacementError, ValueError) as error:
         return Prediction(**known, fits=False, reason=_plain(error))
-    bound = _bound(captured, machine, wanted, arena + captured.activation_bytes)
+    # The bound knows one machine that updates everything.
+    bound = (
+        _bound(captured, machine, wanted, arena + captured.activation_bytes)
+        if wanted.num_machines == 1
+        else None
+    )
     if bound is not None:
         result = dataclasses.replace(result, bound=bound.seconds)
+    others = 1 - 1 / wanted.num_machines
+    known["network_seconds"] = (
+        others
+        * step.num_parameters
+        * (step.size.weight + step.size.gradient)
+        / machine.network_bytes_per_second
+    )
     return Prediction(**known, fits=False, reason=None, placement=placement, step=result, bound=bound)
+
+
+def _share_of(captured: CapturedModel, num_machines: int) -> CapturedModel:
+    """The step of one of several machines: it updates every so-many-th parameter, evenly by elements."""
+    step = captured.step
+    own = spread(step.num_elements, step.num_parameters / num_machines)
+    return dataclasses.replace(
+        captured, step=dataclasses.replace(step, gradient_tick=np.where(own, step.gradient_tick, -1))
+    )
 
 
 def _plain(error: Exception) -> str:
@@ -179,24 +214,30 @@ def _simulate(
     knobs = StepKnobs(update_at=wanted.update_at, prefetch_extents=wanted.prefetch_extents)
     policy = make_eviction_policy(wanted.eviction)
     share = {"device": 0.0, "cpu": 1.0}.get(wanted.update_on, wanted.cpu_share)
-    finds = share is None
+    if share is not None:
+        placement = _Placing(captured, wanted, shares).make(share)
+        return placement, simulate(
+            step, placement, shares, policy=policy, rates=rates, knobs=knobs, keep_tasks=keep_tasks
+        )
+    placing = _Placing(captured, wanted, shares)
+    streamed = 1 - float(step.num_elements[placing.keeps_states].sum()) / step.num_parameters
     parameters_per_second = rest_seconds = 0.0
-    for turn in range(_ROUNDS if finds else 1):
-        placing = _Placing(captured, wanted, shares)
-        if finds:
-            kept = float(step.num_elements[placing.keeps_states].sum())
-            share = balanced_share(
-                streamed_share=1 - kept / step.num_parameters,
-                state_bytes=step.size.state,
-                sent_bytes=step.size.gradient,
-                link_bytes_per_second=rates.link_both_bytes_per_second,
-                elements_per_second=parameters_per_second,
-                rest_seconds=rest_seconds / step.num_parameters,
-            )
-        placement = placing.make(share or 0.0)
-        last = not finds or turn == _ROUNDS - 1
+    share, last_share = 0.0, -1.0
+    for _ in range(_ROUNDS):
+        share = balanced_share(
+            streamed_share=streamed,
+            state_bytes=step.size.state,
+            sent_bytes=step.size.gradient,
+            link_bytes_per_second=rates.link_both_bytes_per_second,
+            elements_per_second=parameters_per_second,
+            rest_seconds=rest_seconds / step.num_parameters,
+        )
+        if abs(share - last_share) < _SAME_SHARE:
+            break
+        last_share = share
+        placement = placing.make(share)
         result = simulate(
-            step, placement, shares, policy=policy, rates=rates, knobs=knobs, keep_tasks=keep_tasks and last
+            step, placement, shares, policy=policy, rates=rates, knobs=knobs, keep_tasks=keep_tasks
         )
         parameters_per_second, rest_seconds = result.cpu_parameters_per_second, result.rest_seconds
     return placement, result
@@ -242,7 +283,9 @@ class _Placing:
 
     def make(self, cpu_share: float) -> Placement:
         """The placement with so much of the update on the CPU. Raises PlacementError where homes have no room."""
-        on_cpu = self._on_cpu(cpu_share)
+        nobody = np.zeros(len(self.elements), bool)
+        # The CPU updates only what has its home in host memory; its gradients need homes there too.
+        on_cpu = self._on_cpu(cpu_share, *self._below(nobody)) if cpu_share else nobody
         weight_on_disk, states_on_disk = self._below(on_cpu)
         return Placement.of(
             len(self.elements),
@@ -253,8 +296,11 @@ class _Placing:
             states_on_disk=states_on_disk,
         )
 
-    def _on_cpu(self, share: float) -> npt.NDArray[np.bool_]:
-        can = np.flatnonzero(self.trained & ~self.keeps_states & ~self.wired)
+    def _on_cpu(
+        self, share: float, weight_on_disk: npt.NDArray[np.bool_], states_on_disk: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        on_disk = weight_on_disk | states_on_disk
+        can = np.flatnonzero(self.trained & ~self.keeps_states & ~self.wired & ~on_disk)
         # Those that are used last in forward come first in backward.
         order = can[np.argsort(-self.first_use[can], kind="stable")]
         chosen = np.zeros(len(self.elements), bool)

@@ -35,8 +35,7 @@ def verdict_of(prediction: Prediction, step: StepModel) -> Verdict:
     if result is None:
         return Verdict(
             kind="does not fit",
-            text=f"Does not fit: {prediction.reason}. Raise the budget that is named, give a disk, or spread the model "
-            "over more machines.",
+            text=f"Does not fit: {prediction.reason}. More of what is named would help, a disk, or more machines.",
         )
     times = result.seconds / step.compute_seconds if step.compute_seconds else float("inf")
     cause, waited = next(iter(result.stall_seconds.items()), ("nothing", 0.0))
