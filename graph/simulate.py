@@ -224,8 +224,8 @@ class _Report:
                 continue
             gap = float(timing.begin[task]) - free
             free = float(timing.end[task])
-            if gap > 1e-9 and tasks.waits[task]:
-                last = max(tasks.waits[task], key=lambda before: float(timing.end[before]))
+            if gap > 1e-9 and tasks.waits(task):
+                last = max(tasks.waits(task), key=lambda before: float(timing.end[before]))
                 stalls[tasks.kind[last]] = stalls.get(tasks.kind[last], 0.0) + gap
         return dict(sorted(stalls.items(), key=lambda item: -item[1]))
 
@@ -267,7 +267,7 @@ class _Report:
         return tuple(
             SimulatedTask(
                 number=task,
-                waits=tasks.waits[task],
+                waits=tuple(tasks.waits(task)),
                 engine=ENGINE_NAMES[tasks.engine[task]],
                 kind=tasks.kind[task],
                 subject=names[tasks.subject[task]] if tasks.subject[task] >= 0 else "",

@@ -87,7 +87,10 @@ class TaskList:
     def __init__(self) -> None:
         self.engine: list[int] = []
         self.work: list[float] = []
-        self.waits: list[tuple[int, ...]] = []
+        # What task t waits for: those at wait_begin[t] up to wait_begin[t + 1]. Flat: a million small tuples would
+        # cost the garbage collector more time than all else takes.
+        self.awaited: list[int] = []
+        self.wait_begin: list[int] = [0]
         self.kind: list[str] = []
         self.subject: list[int] = []
         self.turn: list[float] = []
@@ -115,12 +118,18 @@ class TaskList:
         number = len(self.engine)
         self.engine.append(int(engine))
         self.work.append(float(work))
-        self.waits.append(tuple({task for task in waits if task >= 0}))
+        awaited = self.awaited
+        awaited += {task for task in waits if task >= 0}
+        self.wait_begin.append(len(awaited))
         self.kind.append(kind)
         self.subject.append(subject)
         self.turn.append(-1 if late else number)
         self.num_late += int(late)
         return number
+
+    def waits(self, task: int) -> list[int]:
+        """The tasks that end before ``task`` begins."""
+        return self.awaited[self.wait_begin[task] : self.wait_begin[task + 1]]
 
     def mark(self) -> None:
         """Late tasks added so far take their turn here."""
@@ -153,11 +162,14 @@ class _Run:
         self.tasks = tasks
         self.rates = rates
         num_tasks = len(tasks)
-        self.missing = [len(waits) for waits in tasks.waits]
-        self.followers: list[list[int]] = [[] for _ in range(num_tasks)]
-        for task, waits in enumerate(tasks.waits):
-            for before in waits:
-                self.followers[before].append(task)
+        begins = np.array(tasks.wait_begin, np.int64)
+        awaited = np.array(tasks.awaited, np.int64)
+        self.missing: list[int] = np.diff(begins).tolist()
+        # Those who wait for task t, flat again.
+        waiting = np.repeat(np.arange(num_tasks), np.diff(begins))
+        self.followers: list[int] = waiting[np.argsort(awaited, kind="stable")].tolist()
+        counts = np.bincount(awaited, minlength=num_tasks)
+        self.follower_begin: list[int] = np.concatenate([[0], np.cumsum(counts)]).tolist()
         # Two queues for each engine: what was added in order, and what came late.
         self.queues: list[list[list[int]]] = [[[], []] for _ in Engine]
         for task in range(num_tasks):
@@ -236,7 +248,7 @@ class _Run:
         task, self.running[engine] = self.running[engine], -1
         self.end[task] = now
         idle.add(engine)
-        for follower in self.followers[task]:
+        for follower in self.followers[self.follower_begin[task] : self.follower_begin[task + 1]]:
             self.missing[follower] -= 1
             if not self.missing[follower]:
                 idle.add(self.tasks.engine[follower])

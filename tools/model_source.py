@@ -180,6 +180,8 @@ def _inputs_of(model: Any, content: Mapping[str, Any], batch: int, seq: int) -> 
     kwargs = {"input_ids": tokens}
     if "labels" in inspect.signature(model.forward).parameters:
         kwargs["labels"] = tokens
+    if content.get("is_encoder_decoder"):
+        kwargs["decoder_input_ids"] = tokens
     return kwargs, batch * seq
 
 

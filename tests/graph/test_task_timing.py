@@ -103,8 +103,8 @@ def test_work_is_conserved_in_any_program() -> None:
             tasks.add(engine, float(generator.uniform(0.1, 5.0)), waits)
         timing = run_tasks(tasks, ROUND_RATES)
         assert np.all(timing.end > timing.begin)
-        for task, waits in enumerate(tasks.waits):
-            assert all(timing.begin[task] >= timing.end[before] - 1e-9 for before in waits)
+        for task in range(60):
+            assert all(timing.begin[task] >= timing.end[before] - 1e-9 for before in tasks.waits(task))
         for engine in Engine:
             own = [task for task in range(60) if tasks.engine[task] == engine]
             assert np.all(np.diff(timing.begin[own]) > 0)
