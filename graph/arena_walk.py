@@ -30,11 +30,13 @@ BATCH_SHARE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Placement:
-    """bool per parameter: ``stays`` (its weight is on the device for good), ``keeps_states`` (its states are),
-    ``on_cpu`` (the CPU updates it), ``weight_on_disk`` and ``states_on_disk`` (where its home is).
+    """bool per parameter: ``stays`` (its weight is on the device for good), ``wired`` (it is so and has no home below),
+    ``keeps_states`` (its states are on the device, and have a home below), ``on_cpu`` (the CPU updates it),
+    ``weight_on_disk`` and ``states_on_disk`` (where its home is).
     """
 
     stays: BoolArray
+    wired: BoolArray
     keeps_states: BoolArray
     on_cpu: BoolArray
     weight_on_disk: BoolArray

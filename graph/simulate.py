@@ -298,7 +298,7 @@ class _Report:
         trained = model.gradient_tick >= 0
         state_bytes = np.where(trained, elements * size.state, 0)
         needs_home = trained & (placement.on_cpu | (schedule.knobs.update_at == "step"))
-        host = int((elements * size.weight)[~placement.weight_on_disk].sum())
+        host = int((elements * size.weight)[~placement.weight_on_disk & ~placement.wired].sum())
         host += int(state_bytes[~placement.states_on_disk].sum())
         host += int((elements * size.gradient)[needs_home].sum())
         disk = int((elements * size.weight)[placement.weight_on_disk].sum())

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_of(captured: CapturedModel, prediction: Prediction | None) -> dict[str, dict[str, int]]:
-    """Bytes of each kind: ``plain`` (all of it on the device, as without pager), and by tier with pager.
+    """Bytes of each kind: ``plain`` (all of it on the device, as without pager), and by tier with pager. What stays on
+    the device is counted there and at its home.
 
     Without pager a half-precision model that is stepped in fp32 keeps a whole fp32 master; with pager its low half.
     """
@@ -69,18 +70,20 @@ def memory_of(captured: CapturedModel, prediction: Prediction | None) -> dict[st
     placement, elements = prediction.placement, step.num_elements
     trained = step.gradient_tick >= 0
 
-    def split(kind: str, width: int, on_device: Any, on_disk: Any, chosen: Any) -> None:
-        table[kind]["device"] += int(elements[chosen & on_device].sum()) * width
-        table[kind]["disk"] += int(elements[chosen & ~on_device & on_disk].sum()) * width
-        table[kind]["host"] += int(elements[chosen & ~on_device & ~on_disk].sum()) * width
+    def add(kind: str, where: str, width: int, chosen: Any) -> None:
+        table[kind][where] += int(elements[chosen].sum()) * width
 
-    everything = elements > 0
-    split("parameters", size.weight, placement.stays, placement.weight_on_disk, everything)
+    # What stays on the device keeps its home below, unless it is wired.
+    add("parameters", "device", size.weight, placement.stays)
+    add("parameters", "host", size.weight, ~placement.weight_on_disk & ~placement.wired)
+    add("parameters", "disk", size.weight, placement.weight_on_disk)
     at_home = trained & (placement.on_cpu | (prediction.wanted.update_at == "step"))
-    split("gradients", size.gradient, ~everything, ~everything, at_home)
+    add("gradients", "host", size.gradient, at_home)
     for width, name in captured.states:
         kind = "moments" if name.startswith("exp") else "master"
-        split(kind, width, placement.keeps_states, placement.states_on_disk, trained)
+        add(kind, "device", width, placement.keeps_states)
+        add(kind, "host", width, trained & ~placement.states_on_disk)
+        add(kind, "disk", width, trained & placement.states_on_disk)
     table["activations"]["device"] = captured.activation_bytes
     used = sum(table[kind]["device"] for kind in KINDS)
     table["workspace"]["device"] = max(prediction.wanted.budget_bytes - used, 0)

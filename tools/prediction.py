@@ -290,6 +290,7 @@ class _Placing:
         return Placement.of(
             len(self.elements),
             stays=self.stays,
+            wired=self.wired,
             keeps_states=self.keeps_states,
             on_cpu=on_cpu & ~weight_on_disk & ~states_on_disk,
             weight_on_disk=weight_on_disk,

@@ -228,7 +228,7 @@ def test_wrong_columns_and_words_are_refused() -> None:
     with pytest.raises(ValueError, match="stays has shape"):
         Placement.of(3, stays=[True, False])
     with pytest.raises(TypeError, match="unknown columns"):
-        Placement.of(3, wired=True)
+        Placement.of(3, pinned=True)
     with pytest.raises(ValueError, match="update_at is 'later'"):
         StepKnobs(update_at="later")
 
@@ -239,6 +239,11 @@ def test_the_result_is_plain_values_on_request() -> None:
     assert values["tier_bytes"]["host"] == WEIGHTS + STATES
     assert "tasks" not in values
     assert isinstance(values["stall_seconds"], dict)
+
+
+def test_what_is_wired_has_no_home_below() -> None:
+    assert run(make_step(), stays=True, wired=True).tier_bytes["host"] == STATES
+    assert run(make_step(), stays=True, update_at="step").tier_bytes["host"] == STATES + 2 * WEIGHTS
 
 
 def test_a_step_is_scaled_to_what_was_measured() -> None:
