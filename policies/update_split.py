@@ -61,15 +61,16 @@ def cpu_part(num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: boo
 
     ``num_elements``: of each parameter that it can update, in the order in which their gradients come. Not ``evenly``:
     those that come first, which are used last in the next forward, so that the CPU has the most time for them; right
-    where all updates begin at once, after backward. ``evenly``: spread over backward, so that the link has something to
-    stream all the time (docs/decisions.md, 31: a tenth of the step where the computation is as long as the link's).
+    where all updates begin at once, after backward. ``evenly``: spread over backward, so that the link has something
+    to stream all the time (docs/decisions.md, 31). A share that moves a little then moves nearly all of the choice: a
+    caller that keeps something for each (homes for gradients) keeps the share.
     """
     sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
     if evenly:
         return spread(sizes, wanted_elements)
-    # As long as more than half of the next one is wanted.
     before = np.cumsum(sizes) - sizes
-    return np.asarray(np.cumprod(wanted_elements - before >= sizes / 2).astype(bool) & (sizes > 0))
+    # Up to the first of which less than half is wanted.
+    return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
 
 
 def num_threads_beside_link(num_threads: int) -> int:
