@@ -73,7 +73,8 @@ class Capture:
     written by operations that are not views.
     `peak_activation_bytes`: largest sum of live intermediates (saved ones too), without parameters, buffers,
     inputs and finished gradients. Attention counts as the device computes it: without its scores where that
-    is a GPU with a fused kernel for it. For "recorded" all are empty or 0.
+    is a GPU with a fused kernel for it. `live_bytes`: int64 per tick, the most of them while it lasts. For
+    "recorded" all are empty or 0.
     `wrong_inputs`: for "recorded", what the model says of inputs that it does not take.
     """
 
@@ -84,6 +85,7 @@ class Capture:
     moved_bytes: npt.NDArray[np.float64]
     peak_activation_bytes: int
     wrong_inputs: str | None = None
+    live_bytes: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def num_ticks(self) -> int:
@@ -115,6 +117,7 @@ class StepMeter(TorchDispatchMode):
         super().__init__()
         self.flops: list[float] = []
         self.moved_bytes: list[float] = []
+        self.tick_live_bytes: list[int] = []
         self.live_bytes = 0
         self.peak_bytes = 0
         self._real_tensors = real_tensors
@@ -133,6 +136,7 @@ class StepMeter(TorchDispatchMode):
         self.flops.append(self._early[0])
         self.moved_bytes.append(self._early[1])
         self._early = (0.0, 0.0)
+        self.tick_live_bytes.append(self.live_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -187,6 +191,8 @@ class StepMeter(TorchDispatchMode):
             self._known[key] = weakref.ref(storage, functools.partial(self._forget, key, size))
             self.live_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            if self.tick_live_bytes:
+                self.tick_live_bytes[-1] = max(self.tick_live_bytes[-1], self.live_bytes)
 
     def _forget(self, key: int, size: int, _: Any) -> None:
         self._known.pop(key, None)
@@ -319,6 +325,7 @@ def _try_rung(
         flops=np.array(meter.flops, dtype=np.float64),
         moved_bytes=np.array(meter.moved_bytes, dtype=np.float64),
         peak_activation_bytes=meter.peak_bytes,
+        live_bytes=np.array(meter.tick_live_bytes, dtype=np.int64),
     )
 
 

@@ -15,6 +15,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pager.page_table import Home, PageState
+from pager.policies.staying import room_for_staying, share_arena
 from pager.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,23 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pager.residency")
 
-# Beside what stays, room for gradients on their way and for the tensors of one operation: so many of the largest
-# tensor, and a share of the arena.
-_FREE_TENSORS = 3
-_FREE_SHARE = 16
-# Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
-_RING_SHARE = 6
-_RING_BYTES = 2**30
-# Where much is computed between two gradients, the states of the next ones must have room meanwhile, or the link rests
-# while the device computes and the device while the link catches up. How much is computed shows in the activations.
-_RING_OF_ACTIVATIONS = 4
-_LARGEST_RING_SHARE = 3
-_MAX_RING_BYTES = 2**31
 # The slots are set aside anew where they may have so many times the bytes.
 _RENEWED_FROM = 1.5
-_MAX_SLOT_BYTES = 384 * 2**20
-# One arrives, one is computed, one leaves, one is free.
-MAX_SLOTS = 4
 
 
 class Residency:
@@ -77,16 +63,15 @@ class Residency:
         pages = sum(binding.segment.num_pages for binding in parameters)
         largest = max((binding.segment.num_pages for binding in parameters), default=0)
         page_size = engine.arena.page_size
-        room = capacity - max(_FREE_TENSORS * largest * page_size, capacity // _FREE_SHARE)
-        keep = pages * page_size <= room - engine.staging.num_bytes
+        room = room_for_staying(capacity, engine.staging.num_bytes, largest * page_size)
+        keep = pages * page_size <= room
         for binding in parameters:
             binding.keep = keep
         if keep:
             self._mmu.fix([binding for binding in parameters if self._can_be_fixed(binding)])
             logger.info("all parameters stay on the device, %s", format_bytes(pages * page_size))
-        left = room - engine.staging.num_bytes - pages * page_size
         if self._keeps_states:
-            self._keep_states(parameters, list(optimizers), left if keep else 0)
+            self._keep_states(parameters, list(optimizers), room - pages * page_size if keep else 0)
 
     def _keep_states(
         self, parameters: list[Binding], optimizers: list[AdoptedOptimizer], room_bytes: int
@@ -113,23 +98,17 @@ class Residency:
         """Set staging slots aside, once it is known what they are for; small ones only where the arena is small."""
         engine = self._engine
         page_size = engine.arena.page_size
-        capacity = engine.arena.capacity_bytes
-        ring_bytes = max(
-            min(capacity // _RING_SHARE, _RING_BYTES),
-            min(
-                self.activation_bytes // _RING_OF_ACTIVATIONS,
-                capacity // _LARGEST_RING_SHARE,
-                _MAX_RING_BYTES,
-            ),
-        )
-        least = self._least_slot_bytes
         if engine.arena.capacity_bytes == self._no_slots_in:
             return
-        if not least or least > ring_bytes:
+        num_slots, slot_bytes = share_arena(
+            engine.arena.capacity_bytes,
+            page_size,
+            least_slot_bytes=self._least_slot_bytes,
+            activation_bytes=self.activation_bytes,
+        )
+        if not num_slots:
             return
-        slot_frames = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least) // page_size
-        num_slots = ring_bytes // (slot_frames * page_size)
-        wanted = num_slots * slot_frames * page_size
+        slot_frames, wanted = slot_bytes // page_size, num_slots * slot_bytes
         # As a rule they stay as they are; an arena that has grown by much gets others.
         if engine.staging.num_bytes and (
             wanted < _RENEWED_FROM * self._wanted_ring_bytes or not engine.staging.release()

@@ -292,6 +292,7 @@ class Runtime:
                 self.engine.timeline.follow(trace)
             self._plan_update()
         if self.fitting is None and not self.device.is_simulated:
+            self.residency.activation_bytes = self.planner.peak_activation_bytes or 0
             bindings = self.paged.bindings.values()
             slabs.fit_activations(self.boundary, self.planner, self.table, self.arena, self.budget, bindings)
         if self.optimizers:
@@ -324,7 +325,6 @@ class Runtime:
         """Set slots aside and choose what stays on the device, for the arena as it is."""
         if self.fitting is not None or (self.planner.trace is None and not self.optimizers):
             return
-        self.residency.activation_bytes = self.planner.peak_activation_bytes or 0
         for adopted in self.optimizers:
             if adopted.alive:
                 self.residency.needs_slots(max(map(adopted.slot_bytes, adopted.bindings()), default=0))

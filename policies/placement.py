@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pager.policies.protocol import IntArray
+from pager.policies.staying import spread
 
 HomeArray = npt.NDArray[np.int8]
 
@@ -105,37 +106,10 @@ def _choose_wired(
         if density == 0:
             group = group[sizes[group] == 0]
         group = group[np.lexsort((group, where[group]))]
-        chosen = _spread(group, sizes, room)
-        wired.extend(chosen)
+        chosen = group[spread(sizes[group], room)]
+        wired.extend(chosen.tolist())
         room -= int(sizes[chosen].sum())
     return np.array(wired, dtype=np.int64)
-
-
-def _spread(group: IntArray, sizes: IntArray, room: int) -> list[int]:
-    """Members of ``group`` (in order along the trace) of at most ``room`` bytes together, spread evenly."""
-    group_bytes = int(sizes[group].sum())
-    if group_bytes <= room:
-        return [int(index) for index in group]
-    share = room / group_bytes
-    chosen: list[int] = []
-    passed_over: list[int] = []
-    error = 0.0
-    for index in group.tolist():
-        size = int(sizes[index])
-        error += share * size
-        # Half a segment of rounding, so that the first one taken stands in the middle of its stretch.
-        if error >= size / 2 and size <= room:
-            chosen.append(index)
-            error -= size
-            room -= size
-        else:
-            passed_over.append(index)
-    for index in passed_over:
-        size = int(sizes[index])
-        if size <= room:
-            chosen.append(index)
-            room -= size
-    return chosen
 
 
 def _overflow_to_disk(

@@ -16,6 +16,11 @@ idle until the first gradient of those that stream.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+from pager.policies.staying import BoolArray
+
 # A share to measure the CPU's rate with.
 FIRST_SHARE = 0.1
 MAX_SHARE = 0.75
@@ -95,6 +100,27 @@ class Diffusion:
     def take(self, num_elements: int) -> None:
         """It was chosen."""
         self._owed -= num_elements
+
+
+def cpu_part(num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: bool) -> BoolArray:
+    """bool: which parameters the CPU updates, about ``wanted_elements`` of all elements.
+
+    ``num_elements``: of each parameter that it can update, in the order in which their gradients come. ``evenly``: as
+    `Diffusion` chooses; else those that come first, which are used last in the next forward.
+    """
+    sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
+    if not evenly:
+        before = np.cumsum(sizes) - sizes
+        # Up to the first of which less than half is wanted.
+        return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
+    total = int(sizes.sum())
+    diffusion = Diffusion(min(max(wanted_elements / max(total, 1), 0.0), 1.0), total)
+    taken = np.zeros(len(sizes), dtype=bool)
+    for index, size in enumerate(sizes.tolist()):
+        if diffusion.is_due(size):
+            diffusion.take(size)
+            taken[index] = True
+    return taken
 
 
 def num_threads_beside_link(num_threads: int) -> int:

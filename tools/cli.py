@@ -46,6 +46,16 @@ COMMANDS = (
         help="training steps beside those of other systems, and beside the least time they could take",
         module="pager.tools.bench.command",
     ),
+    Command(
+        name="plan",
+        help="where every page would live, when it is used next, and how a step would go",
+        module="pager.tools.plan",
+    ),
+    Command(
+        name="estimate",
+        help="memory, step time and tokens per second by device budget, and whether pager is for you",
+        module="pager.tools.estimate",
+    ),
 )
 
 

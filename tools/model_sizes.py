@@ -89,6 +89,11 @@ PRESETS: Mapping[str, ModelSizes] = {
     "7b": _large(4096, 32, 32, 11008),
     "13b": _large(5120, 40, 40, 13824),
     "30b": _large(6656, 60, 52, 17920),
+    # Hidden size and depth of the published models of that size, where groups of heads share keys and values; here each
+    # head has its own, and the feed-forward is narrower by as much.
+    "70b": _large(8192, 80, 64, 24576),
+    "405b": _large(16384, 126, 128, 43520),
+    "1t": _large(25600, 128, 160, 68096),
 }
 
 

@@ -411,6 +411,13 @@ def test_peak_activations_of_a_chain() -> None:
     one = 4 * batch * width
     # Each sigmoid keeps its output; at most a few intermediates and one weight's gradient live besides.
     assert depth * one <= captured.peak_activation_bytes <= (depth + 4) * one + 4 * width * (width + 1)
+    # By tick they rise through forward and fall through backward, to the same peak.
+    live, phase = captured.live_bytes, captured.rows["phase"]
+    assert len(live) == captured.num_ticks
+    assert live.max() == captured.peak_activation_bytes
+    forward = live[captured.rows["tick"][phase == Phase.FORWARD]]
+    assert np.all(np.diff(forward) >= 0)
+    assert live[-1] < captured.peak_activation_bytes / 2
 
 
 def test_checkpointing_lowers_the_peak() -> None:

@@ -139,7 +139,7 @@ def test_more_slots_where_much_is_computed_between_two_gradients() -> None:
     few, many = (manage(make_net(), device_budget="992KiB", checks=CHECKS) for _ in range(2))
     for model in (few, many):
         optimizer = train(model, 1)
-        many.pager._runtime.planner.peak_activation_bytes = 2**30
+        many.pager._runtime.residency.activation_bytes = 2**30
         train(model, 3, optimizer)
     sizes = [model.pager._runtime.engine.staging.num_bytes for model in (few, many)]
     capacity = few.pager._runtime.arena.capacity_bytes
@@ -157,7 +157,6 @@ def test_an_arena_that_has_grown_gets_other_slots() -> None:
     before = runtime.engine.staging.num_bytes
     runtime.arena.budget_bytes *= 3
     runtime.arena.add_slab(64)
-    runtime.residency.activation_bytes = 0
     for each, optimizer in zip((plain, model), optimizers, strict=True):
         train(each, 3, optimizer)
     after = runtime.engine.staging.num_bytes

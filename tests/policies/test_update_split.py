@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from pager.policies.update_split import (
     MAX_SHARE,
     Diffusion,
     balanced_share,
+    cpu_part,
     less_share,
     num_threads_beside_link,
 )
@@ -115,3 +117,23 @@ def test_a_cpu_that_is_late_gets_less_until_it_is_not() -> None:
     assert less < 0.01
     assert 0 < less_share(0.0, late_seconds=1e9, elements_per_second=rate, num_elements=num_elements) < 0.1
     assert less_share(MAX_SHARE, late_seconds=1e9, elements_per_second=rate, num_elements=9) == MAX_SHARE
+
+
+@pytest.mark.parametrize(
+    ("wanted", "first"),
+    [(0, []), (4, []), (10, [0]), (14, [0]), (16, [0, 1]), (50, [0, 1, 2, 3, 4]), (99, None)],
+)
+def test_the_cpus_part_is_those_that_come_first(wanted: float, first: list[int] | None) -> None:
+    expected = list(range(10)) if first is None else first
+    assert np.flatnonzero(cpu_part([10] * 10, wanted, evenly=False)).tolist() == expected
+
+
+def test_the_first_that_is_too_large_ends_the_cpus_part() -> None:
+    assert cpu_part([10, 100, 10], 30, evenly=False).tolist() == [True, False, False]
+    assert cpu_part([10, 100, 10], 60, evenly=False).tolist() == [True, True, False]
+
+
+def test_an_even_part_is_what_diffusion_chooses() -> None:
+    sizes = np.random.default_rng(1).integers(5, 20, 300).tolist()
+    chosen_evenly = cpu_part(sizes, 0.3 * sum(sizes), evenly=True)
+    assert np.flatnonzero(chosen_evenly).tolist() == chosen(sizes, 0.3)

@@ -24,7 +24,11 @@ def test_a_preset_is_counted_as_it_is_built(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("1b", 1.26), ("3b", 3.37), ("7b", 6.74), ("13b", 13.0), ("30b", 32.5)]
+    ("name", "billions"),
+    [
+        *(("1b", 1.26), ("3b", 3.37), ("7b", 6.74), ("13b", 13.0), ("30b", 32.5)),
+        *(("70b", 70.3), ("405b", 405), ("1t", 1007)),
+    ],
 )
 def test_a_preset_is_as_large_as_it_is_called(name: str, billions: float) -> None:
     assert num_parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, rel=0.01)

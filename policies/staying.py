@@ -1,0 +1,116 @@
+"""What stays on the device where only a part can: by error diffusion, or by Belady.
+
+Which parameters' weights or states stay, and which the CPU updates, is one question: of tensors in order along the
+step, take so many bytes. Two answers, and no general rule between them:
+
+- *spread* (error diffusion): walk along the step, add the share that can be taken to a running error, take a tensor
+  when the error has grown to it. Every stretch of the step then streams the same share, so that neither the link nor
+  the computation stands idle for long.
+- *belady*: what is needed farthest from now streams, so what is used first stays. It is the optimum where only misses
+  count, as they do where the link is busy throughout.
+
+Which is faster depends on what is the wall where; ``pager.graph.choose.choose_placement`` simulates both. Measured by
+simulation in docs/benchmarks.md, decided in docs/decisions.md, 30.
+
+How the arena is shared out stands here too, for the runtime and for predictions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ArenaShares", "belady", "room_for_staying", "share_arena", "spread"]
+
+BoolArray = npt.NDArray[np.bool_]
+
+# Beside what stays, room for gradients on their way and for the tensors of one operation: so many of the largest
+# tensor, and a share of the arena.
+_FREE_TENSORS = 3
+_FREE_SHARE = 16
+# Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
+_RING_SHARE = 6
+_RING_BYTES = 2**30
+# Where much is computed between two gradients, the states of the next ones must have room meanwhile, or the link rests
+# while the device computes and the device while the link catches up. How much is computed shows in the activations.
+_RING_OF_ACTIVATIONS = 4
+_LARGEST_RING_SHARE = 3
+_MAX_RING_BYTES = 2**31
+_MAX_SLOT_BYTES = 384 * 2**20
+# As a rule: one arrives, one is computed, one leaves, one is free.
+MAX_SLOTS = 4
+
+
+class ArenaShares(NamedTuple):
+    """Staging slots: how many, and of how many bytes each."""
+
+    num_slots: int
+    slot_bytes: int
+
+
+def share_arena(
+    arena_bytes: int, page_size: int, *, least_slot_bytes: int, activation_bytes: int = 0
+) -> ArenaShares:
+    """The staging slots of an arena; none where they were smaller than ``least_slot_bytes`` (0: nothing streams).
+
+    ``activation_bytes``: of a step at most, as far as it is known.
+    """
+    ring_bytes = max(
+        min(arena_bytes // _RING_SHARE, _RING_BYTES),
+        min(activation_bytes // _RING_OF_ACTIVATIONS, arena_bytes // _LARGEST_RING_SHARE, _MAX_RING_BYTES),
+    )
+    if not least_slot_bytes or least_slot_bytes > ring_bytes:
+        return ArenaShares(0, 0)
+    slot_bytes = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least_slot_bytes) // page_size * page_size
+    return ArenaShares(ring_bytes // slot_bytes, slot_bytes)
+
+
+def room_for_staying(arena_bytes: int, ring_bytes: int, largest_bytes: int) -> int:
+    """Bytes that may stay for good, beside slots and what streaming needs; may be negative."""
+    return arena_bytes - max(_FREE_TENSORS * largest_bytes, arena_bytes // _FREE_SHARE) - ring_bytes
+
+
+def spread(num_bytes: npt.ArrayLike, room_bytes: float) -> BoolArray:
+    """bool: which of the tensors, in order along the step, to take within ``room_bytes``, spread evenly.
+
+    ``num_bytes``: of each tensor (or elements, or any measure), not negative.
+    """
+    sizes = np.asarray(num_bytes, dtype=np.int64).reshape(-1)
+    taken = np.zeros(len(sizes), dtype=bool)
+    total = int(sizes.sum())
+    if total <= room_bytes:
+        return ~taken
+    share, error, room = room_bytes / total, 0.0, room_bytes
+    for index, size in enumerate(sizes.tolist()):
+        error += share * size
+        # Half a tensor of rounding, so that the first one taken stands in the middle of its stretch.
+        if error >= size / 2 and size <= room:
+            taken[index] = True
+            error -= size
+            room -= size
+    for index in np.flatnonzero(~taken).tolist():
+        if sizes[index] <= room:
+            taken[index] = True
+            room -= int(sizes[index])
+    return taken
+
+
+def belady(num_bytes: npt.ArrayLike, next_use: npt.ArrayLike, room_bytes: float) -> BoolArray:
+    """bool: which of the tensors to take within ``room_bytes``: the nearest next use first, what is farther streams.
+
+    ``next_use`` of each, in any unit. A tensor that does not fit is passed over for smaller ones behind it.
+    """
+    sizes = np.asarray(num_bytes, dtype=np.int64).reshape(-1)
+    order = np.argsort(np.asarray(next_use, dtype=np.float64).reshape(-1), kind="stable")
+    if len(order) != len(sizes):
+        raise ValueError(f"num_bytes has {len(sizes)} entries and next_use {len(order)}")
+    taken = np.zeros(len(sizes), dtype=bool)
+    room = room_bytes
+    for index in order.tolist():
+        size = int(sizes[index])
+        if size <= room:
+            taken[index] = True
+            room -= size
+    return taken

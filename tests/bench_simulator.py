@@ -1,0 +1,284 @@
+"""Predictions beside measurements, placements beside each other, and machines for large models: docs/benchmarks.md.
+
+    python tests/bench_simulator.py measured|placement|scale [--out FILE]
+
+No GPU: everything is simulated, for one H200 whose rates were measured. Prints tables; ``--out`` appends JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pager.tools.captured import CapturedModel, capture_model
+from pager.tools.machine import Machine
+from pager.tools.model_source import load_model
+from pager.tools.plan import make_plan_of
+from pager.tools.prediction import Prediction, Wanted, predict
+
+GIB = 2**30
+MACHINE = Machine()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that was measured (docs/benchmarks.md): seconds, GB in and out, the CPU's share where it is known."""
+
+    model: str
+    gib: int
+    batch: int
+    update_at: str
+    update_on: str
+    seconds: float
+    gb_in: float
+    gb_out: float
+    cpu_share: float | None = None
+    # Whom the CPU updated at that time.
+    cpu_order: str = "last used"
+
+
+# Compute alone, in the runtime, measured the same day.
+COMPUTE_SECONDS = {("3b", 1): 0.22, ("7b", 1): 0.45, ("7b", 8): 1.7}
+
+MEASURED = (
+    Measured("7b", 24, 1, "backward", "auto", 1.185, 46, 46),
+    Measured("7b", 24, 8, "backward", "auto", 2.067, 48.3, 47.7, 0.434),
+    Measured("7b", 24, 1, "backward", "device", 1.46, 62, 62),
+    Measured("7b", 24, 1, "step", "device", 1.894, 75, 75),
+    Measured("3b", 12, 1, "backward", "device", 0.79, 33, 33),
+    Measured("3b", 12, 1, "backward", "auto", 0.765, 25, 25),  # 0.70 to 0.83 on machines of one kind
+)
+
+
+@cache
+def captured(model: str, batch: int) -> CapturedModel:
+    return capture_model(load_model(model, batch=batch, seq=2048), MACHINE, page_size=2**17)
+
+
+def predicted(row: Measured, **knobs: Any) -> Prediction:
+    """The prediction of a measured row."""
+    return predict(captured(row.model, row.batch), MACHINE, wanted(row, **knobs))
+
+
+def wanted(row: Measured, **knobs: Any) -> Wanted:
+    values: dict[str, Any] = {
+        "budget_bytes": row.gib * GIB,
+        "host_bytes": MACHINE.host_bytes,
+        "update_at": row.update_at,
+        "update_on": row.update_on,
+        "cpu_order": row.cpu_order,
+        "compute_seconds": COMPUTE_SECONDS.get((row.model, row.batch)),
+    }
+    return Wanted(**(values | knobs))
+
+
+def show(columns: list[str], rows: list[list[str]]) -> None:
+    for row in (columns, ["---"] * len(columns), *rows):
+        sys.stdout.write(f"| {' | '.join(row)} |\n")
+
+
+def measured() -> list[dict[str, Any]]:
+    lines, rows = [], []
+    for row in MEASURED:
+        step = predicted(row).step
+        assert step is not None
+        off = step.seconds / row.seconds - 1
+        known = f" ({row.cpu_share:.3f})" if row.cpu_share else ""
+        rows.append(
+            [
+                f"{row.model}, {row.gib} GiB, batch {row.batch}",
+                f"{row.update_at}, {row.update_on}",
+                f"{row.seconds:.3f}",
+                f"{step.seconds:.3f}",
+                f"{off:+.1%}",
+                f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f} ({row.gb_in:g}, {row.gb_out:g})",
+                f"{step.cpu_share:.3f}{known}",
+                ", ".join(
+                    f"{cause} {seconds:.2f}" for cause, seconds in list(step.stall_seconds.items())[:2]
+                ),
+            ]
+        )
+        lines.append(row.__dict__ | {"predicted": step.to_dict(), "off": off})
+    show(
+        [
+            *(
+                "step",
+                "`update_at`, `update_on`",
+                "measured s",
+                "predicted s",
+                "off",
+                "GB in, out (measured)",
+            ),
+            *("CPU's share (measured)", "waits for, s"),
+        ],
+        rows,
+    )
+    return lines
+
+
+# Model, cap, batch, update_at, update_on; the knob that is compared, its values.
+PLACEMENTS = (
+    *(("7b", gib, batch, "step", "device", "weights") for gib, batch in ((10, 1), (12, 1), (16, 1), (24, 8))),
+    *(("3b", gib, 1, "step", "device", "weights") for gib in (6, 8)),
+    *(("7b", gib, batch, "backward", "device", "weights") for gib, batch in ((8, 1), (12, 1), (24, 8))),
+    *(("7b", gib, batch, "backward", "device", "states") for gib, batch in ((24, 1), (32, 1), (32, 8))),
+    *(("3b", gib, batch, "backward", "device", "states") for gib, batch in ((12, 1), (16, 8))),
+    *(
+        ("7b", gib, batch, "backward", "auto", "cpu_order")
+        for gib, batch in ((8, 1), (24, 1), (24, 8), (32, 8))
+    ),
+    *(
+        ("3b", gib, batch, "backward", "auto", "cpu_order")
+        for gib, batch in ((8, 1), (12, 1), (12, 8), (16, 8))
+    ),
+    *(("7b", gib, batch, "step", "auto", "cpu_order") for gib, batch in ((24, 1), (32, 8))),
+)
+VALUES = {
+    "weights": ("spread", "belady"),
+    "states": ("belady", "spread"),
+    "cpu_order": ("last used", "spread"),
+}
+
+
+def placement() -> list[dict[str, Any]]:
+    lines, rows = [], []
+    for model, gib, batch, update_at, update_on, knob in PLACEMENTS:
+        row = Measured(model, gib, batch, update_at, update_on, 0, 0, 0)
+        found = {value: predicted(row, **{knob: value}) for value in VALUES[knob]}
+        cells = [
+            f"{value} {prediction.seconds:.3f}" if prediction.seconds is not None else f"{value}: -"
+            for value, prediction in found.items()
+        ]
+        first, second = (prediction.seconds for prediction in found.values())
+        change = f"{second / first - 1:+.1%}" if first and second else "-"
+        rows.append([f"{model}, {gib} GiB, batch {batch}", f"{update_at}, {update_on}", knob, *cells, change])
+        lines.append(
+            {
+                "model": model,
+                "gib": gib,
+                "batch": batch,
+                "update_at": update_at,
+                "update_on": update_on,
+                "knob": knob,
+            }
+            | {"seconds": {value: prediction.seconds for value, prediction in found.items()}}
+        )
+    show(["step", "knobs", "what is chosen", "today, s", "the other, s", "change"], rows)
+    return lines
+
+
+# Model, batch, machines, host memory of each for homes, whether the rest may go to a disk.
+SCALE = (
+    *(
+        ("70b", 8, machines, host, disk)
+        for machines, host, disk in ((1, 1.0, False), (1, 0.5, True), (8, 0.5, False))
+    ),
+    *(
+        ("405b", 2, machines, host, disk)
+        for machines, host, disk in ((1, 6.0, False), (1, 2.0, True), (8, 2.0, False))
+    ),
+    *(
+        ("1t", 1, machines, host, disk)
+        for machines, host, disk in ((1, 14.0, False), (1, 2.0, True), (32, 3.0, False))
+    ),
+)
+FAST_DISK = dataclasses.replace(
+    MACHINE.rates, disk_read_bytes_per_second=12e9, disk_write_bytes_per_second=8e9
+)
+
+
+def one_scale(row: tuple[str, int, int, float, bool]) -> dict[str, Any]:
+    """Plan and simulate one row of `SCALE`; what it took this process is in it."""
+    model, batch, machines, host_tib, disk = row
+    began = time.perf_counter()
+    machine = dataclasses.replace(MACHINE, rates=FAST_DISK)
+    found = captured(model, batch)
+    wants = Wanted(
+        budget_bytes=120 * GIB,
+        host_bytes=int(host_tib * 1024 * GIB),
+        disk_bytes=100 * 1024 * GIB if disk else 0,
+        update_at="backward",
+        update_on="auto",
+        num_machines=machines,
+    )
+    prediction = predict(found, machine, wants)
+    plan = make_plan_of(found, prediction)
+    step = prediction.step
+    if step is None:
+        raise RuntimeError(f"{row}: {prediction.reason}")
+    return {
+        "model": model,
+        "batch": batch,
+        "machines": machines,
+        "num_parameters": found.num_parameters,
+        "num_pages": plan.num_pages,
+        "tokens": found.step.tokens * machines,
+        "compute_seconds": found.step.compute_seconds,
+        "seconds": prediction.seconds,
+        "network_seconds": prediction.network_seconds,
+        "of_bound": step.of_bound,
+        "stall_seconds": dict(step.stall_seconds),
+        "host_bytes": step.tier_bytes["host"],
+        "disk_bytes": step.tier_bytes["disk"],
+        "plan_seconds": time.perf_counter() - began,
+        "plan_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def scale() -> list[dict[str, Any]]:
+    # Each in a process of its own: its time and memory are figures too.
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        lines = pool.map(one_scale, SCALE, chunksize=1)
+    show(
+        [
+            *("model", "pages", "machines", "host memory of each", "disk of each", "tokens a step"),
+            *("computation, s", "step, s", "of the bound", "waits most for", "planned in, peak"),
+        ],
+        [
+            [
+                f"{line['model']}, batch {line['batch']}",
+                f"{line['num_pages'] / 1e6:.0f} M",
+                str(line["machines"]),
+                f"{line['host_bytes'] / 2**40:.2f} TiB",
+                f"{line['disk_bytes'] / 2**40:.2f} TiB" if line["disk_bytes"] else "-",
+                f"{line['tokens']:,}",
+                f"{line['compute_seconds']:.0f}",
+                f"{line['seconds']:.0f}",
+                f"{line['of_bound']:.2f}" if line["of_bound"] else "-",
+                next(iter(line["stall_seconds"]), "-"),
+                f"{line['plan_seconds']:.0f} s, {line['plan_peak_bytes'] / GIB:.2f} GiB",
+            ]
+            for line in lines
+        ],
+    )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("measured", "placement", "scale"))
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    lines = {"measured": measured, "placement": placement, "scale": scale}[arguments.what]()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stderr.write(f"{time.perf_counter() - began:.1f} s, {peak / GIB:.2f} GiB\n")
+    if arguments.out:
+        with open(arguments.out, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"bench": arguments.what} | line) + "\n" for line in lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Engines that share a machine: rates alone and together, order, and late tasks, by numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pager.graph.task_timing import Engine, MachineRates, TaskList, Timing, run_tasks
+from tests.graph.step_builders import ROUND_RATES
+
+
+def make_tasks(*rows: tuple[Engine, float, tuple[int, ...]]) -> TaskList:
+    tasks = TaskList()
+    for engine, work, waits in rows:
+        tasks.add(engine, work, waits)
+    return tasks
+
+
+def ends(timing: Timing) -> list[float]:
+    return [round(end, 6) for end in timing.end.tolist()]
+
+
+def test_an_engine_does_one_task_at_a_time_in_order() -> None:
+    # The second copy is ready at once, the first after 3 seconds: a stream does not overtake.
+    tasks = make_tasks((Engine.COMPUTE, 3.0, ()), (Engine.LINK_IN, 10.0, (0,)), (Engine.LINK_IN, 20.0, ()))
+    assert ends(run_tasks(tasks, ROUND_RATES)) == [3.0, 4.0, 6.0]
+
+
+def test_a_direction_is_slower_while_the_other_runs() -> None:
+    tasks = make_tasks((Engine.LINK_IN, 16.0, ()), (Engine.LINK_OUT, 36.0, ()))
+    # Two seconds together at 8, then 20 bytes alone at 10.
+    assert ends(run_tasks(tasks, ROUND_RATES)) == [2.0, 4.0]
+
+
+def test_host_memory_slows_all_who_use_it_in_proportion() -> None:
+    rates = dataclasses.replace(
+        ROUND_RATES,
+        host_dram_bytes_per_second=21.0,
+        cpu_bytes_per_parameter=26.0,
+        disk_read_bytes_per_second=100.0,
+    )
+    # Both directions ask for 16 bytes a second, the CPU for 26: 42 of which there are 21.
+    tasks = make_tasks(
+        (Engine.LINK_IN, 8.0, ()),
+        (Engine.LINK_OUT, 8.0, ()),
+        (Engine.CPU_UPDATE, 1.0, ()),
+        (Engine.COMPUTE, 1.0, ()),
+    )
+    timing = run_tasks(tasks, rates)
+    assert ends(timing) == [2.0, 2.0, 2.0, 1.0]
+    assert timing.dram_bytes == pytest.approx(42.0)
+
+
+def test_the_measured_sharing_of_host_memory_is_met() -> None:
+    """DESIGN, section 5: 4.75 G parameters/s alone, 2.8 beside the link, which drops to 31.5 GB/s each way."""
+    rates = MachineRates(
+        cpu_update_parameters_per_second=4.75e9,
+        cpu_bytes_per_parameter=28.0,
+        link_both_bytes_per_second=50.4e9,
+    )
+    tasks = make_tasks(
+        (Engine.LINK_IN, 50.4e9, ()), (Engine.LINK_OUT, 50.4e9, ()), (Engine.CPU_UPDATE, 4.75e9, ())
+    )
+    seconds = run_tasks(tasks, rates).end
+    assert 4.75e9 / seconds[2] == pytest.approx(2.8e9, rel=0.05)
+    assert 50.4e9 / seconds[0] == pytest.approx(31.5e9, rel=0.08)
+
+
+def test_a_late_task_waits_for_its_mark_and_holds_nobody_up() -> None:
+    tasks = TaskList()
+    update = tasks.add(Engine.CPU_UPDATE, 1.0)
+    late = tasks.add(Engine.LINK_IN, 10.0, (update,), late=True)
+    first = tasks.add(Engine.LINK_IN, 20.0)
+    tasks.mark()
+    second = tasks.add(Engine.LINK_IN, 10.0)
+    end = run_tasks(tasks, ROUND_RATES).end
+    assert (end[first], end[late], end[second]) == pytest.approx((2.0, 3.0, 4.0))
+    tasks = TaskList()
+    update = tasks.add(Engine.CPU_UPDATE, 9.0)
+    late = tasks.add(Engine.LINK_IN, 10.0, (update,), late=True)
+    tasks.mark()
+    second = tasks.add(Engine.LINK_IN, 10.0)
+    end = run_tasks(tasks, ROUND_RATES).end
+    assert (end[second], end[late]) == pytest.approx((1.0, 10.0))
+
+
+def test_a_circle_is_an_error() -> None:
+    # The copy waits for a computation that stands behind one which waits for the copy.
+    tasks = make_tasks((Engine.COMPUTE, 1.0, (1,)), (Engine.LINK_IN, 1.0, (2,)), (Engine.COMPUTE, 1.0, ()))
+    with pytest.raises(ValueError, match="3 of 3 tasks wait for each other"):
+        run_tasks(tasks, ROUND_RATES)
+
+
+def test_work_is_conserved_in_any_program() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        tasks = TaskList()
+        for number in range(60):
+            engine = Engine(int(generator.integers(len(Engine))))
+            waits = generator.integers(-1, number, size=2).tolist() if number else []
+            tasks.add(engine, float(generator.uniform(0.1, 5.0)), waits)
+        timing = run_tasks(tasks, ROUND_RATES)
+        assert np.all(timing.end > timing.begin)
+        for task in range(60):
+            assert all(timing.begin[task] >= timing.end[before] - 1e-9 for before in tasks.waits(task))
+        for engine in Engine:
+            own = [task for task in range(60) if tasks.engine[task] == engine]
+            assert np.all(np.diff(timing.begin[own]) > 0)
+            assert np.all(timing.begin[own][1:] >= timing.end[own][:-1] - 1e-9)
+            assert timing.busy_seconds[engine] == pytest.approx((timing.end[own] - timing.begin[own]).sum())
+        least = sum(w for w, e in zip(tasks.work, tasks.engine, strict=True) if e == Engine.COMPUTE)
+        assert timing.end.max() >= least - 1e-9
+
+
+def test_a_rate_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="link_in_bytes_per_second is 0"):
+        MachineRates(link_in_bytes_per_second=0)

@@ -1,0 +1,82 @@
+"""What stays: error diffusion, Belady, and how an arena is shared out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pager.policies.staying import belady, room_for_staying, share_arena, spread
+
+SIZES = st.lists(st.integers(0, 50), max_size=30)
+
+
+def taken(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(mask).tolist()
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (0, []),
+        (10, [4]),  # one stands in the middle
+        (20, [2, 7]),
+        (50, [0, 2, 4, 6, 8]),
+        (99, list(range(9))),
+        (100, list(range(10))),
+    ],
+)
+def test_equal_tensors_are_spread_evenly(room: int, expected: list[int]) -> None:
+    assert taken(spread([10] * 10, room)) == expected
+
+
+def test_every_stretch_streams_the_same_share() -> None:
+    sizes = np.random.default_rng(0).integers(1, 20, 400)
+    mask = spread(sizes, int(sizes.sum()) * 0.3)
+    ahead = np.cumsum(np.where(mask, sizes, 0)) - 0.3 * np.cumsum(sizes)
+    assert np.abs(ahead).max() <= 20
+
+
+def test_belady_streams_what_is_needed_farthest() -> None:
+    assert taken(belady([10] * 5, [4, 0, 3, 1, 2], 30)) == [1, 3, 4]
+    # What does not fit is passed over; a smaller one farther on is taken.
+    assert taken(belady([10, 50, 10], [0, 1, 2], 25)) == [0, 2]
+    assert taken(belady([10] * 3, [7, 7, 7], 20)) == [0, 1]
+
+
+def test_belady_needs_a_use_of_each() -> None:
+    with pytest.raises(ValueError, match="2 entries and next_use 1"):
+        belady([1, 2], [1], 3)
+
+
+@given(sizes=SIZES, room=st.integers(-5, 600))
+def test_neither_takes_more_than_the_room_or_leaves_what_would_fit(sizes: list[int], room: int) -> None:
+    for mask in (spread(sizes, room), belady(sizes, range(len(sizes)), room)):
+        used = int(np.array(sizes, np.int64)[mask].sum())
+        assert used <= max(room, 0)
+        assert all(size > room - used for size in np.array(sizes, np.int64)[~mask])
+
+
+@pytest.mark.parametrize(
+    ("arena", "least", "activations", "slots"),
+    [
+        (10 * 2**30, 2**20, 0, (4, 256 * 2**20)),  # a sixth is capped at 1 GiB
+        (3 * 2**30, 2**20, 0, (4, 128 * 2**20)),
+        (100 * 2**20, 8 * 2**20, 0, (2, 8 * 2**20)),  # no slot smaller than a unit
+        (100 * 2**20, 17 * 2**20, 0, (0, 0)),
+        (10 * 2**30, 0, 0, (0, 0)),
+        (10 * 2**30, 2**20, 8 * 2**30, (5, 384 * 2**20)),  # a quarter of the activations, up to 2 GiB
+        (3 * 2**30, 2**20, 8 * 2**30, (4, 256 * 2**20)),  # and a third of the arena
+        (10 * 2**30, 2**20, 2**30, (4, 256 * 2**20)),  # but no fewer than without
+    ],
+)
+def test_slots_are_a_part_of_the_arena(
+    arena: int, least: int, activations: int, slots: tuple[int, int]
+) -> None:
+    assert share_arena(arena, 2**17, least_slot_bytes=least, activation_bytes=activations) == slots
+
+
+def test_room_for_staying_leaves_what_streaming_needs() -> None:
+    assert room_for_staying(1600, 100, 10) == 1600 - 100 - 100
+    assert room_for_staying(1600, 100, 50) == 1600 - 150 - 100

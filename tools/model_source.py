@@ -1,0 +1,272 @@
+"""The model that a command is asked about: a preset, a file of sizes, a Hugging Face config, or a function in a file.
+
+All are built on meta: no weights are needed, and none are made.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pager.tools.errors import InputError, closest
+from pager.tools.model_sizes import PRESETS, load_sizes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["HELP", "ModelSource", "load_model"]
+
+HELP = (
+    f"{', '.join(PRESETS)}; a JSON or YAML file of sizes; the config.json of a Hugging Face model; or "
+    "FILE.py:FUNCTION, which returns a model, or a model and its inputs"
+)
+
+DEFAULT_SEQ = 2048
+
+# Keys of Hugging Face configs that say how large a model is: of these one of each row must be there.
+_SIZE_KEYS = (
+    ("hidden_size", "n_embd", "d_model", "dim", "hidden_sizes", "embed_dim"),
+    ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "depths"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """A model on meta with the inputs of one step. ``tokens``: of a step; ``checkpoints``: it recomputes blocks."""
+
+    name: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tokens: int
+    dtype: str
+
+
+def load_model(spec: str, *, batch: int, seq: int | None, checkpoint: bool = True) -> ModelSource:
+    """Build the model named ``spec`` on meta. ``seq``: tokens of a sequence (None: 2048, small models 128).
+
+    ``checkpoint``: a Hugging Face model recomputes its blocks in backward, as the presets do. Raises InputError for
+    what is not known, cannot be read, says no sizes, or raises (its traceback goes to stderr first).
+    """
+    path, colon, function = spec.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_function(Path(path), function, batch=batch, seq=seq)
+    if Path(spec).suffix.lower() == ".json" and Path(spec).is_file():
+        content = _read_json(Path(spec))
+        if "model_type" in content or "architectures" in content:
+            return _from_config(
+                Path(spec), content, batch=batch, seq=seq or DEFAULT_SEQ, checkpoint=checkpoint
+            )
+    if spec.endswith(".py"):
+        raise InputError(f"{spec} names no function; write {spec}:FUNCTION")
+    return _from_sizes(spec, batch=batch, seq=seq)
+
+
+def _from_sizes(spec: str, *, batch: int, seq: int | None) -> ModelSource:
+    import torch
+
+    name, sizes = load_sizes(spec)
+    from pager.tools.language_model import make_model
+
+    length = seq or (DEFAULT_SEQ if sizes.checkpoint else 128)
+    tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+    return ModelSource(
+        name=name,
+        model=make_model(sizes, seed=0, device="meta"),
+        args=(tokens, tokens),
+        kwargs={},
+        tokens=batch * length,
+        dtype=sizes.dtype,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds {type(content).__name__}; expected a mapping")
+    return content
+
+
+def _from_config(
+    path: Path, content: Mapping[str, Any], *, batch: int, seq: int, checkpoint: bool
+) -> ModelSource:
+    """A model of ``transformers`` from its config, with its own loss where it has one."""
+    kind = content.get("model_type")
+    if kind is None:
+        raise InputError(f"{path} names no model_type; a Hugging Face config does")
+    nested = [content, *(value for value in content.values() if isinstance(value, Mapping))]
+    for keys in _SIZE_KEYS:
+        if not any(key in part for part in nested for key in keys):
+            raise InputError(
+                f"{path} says no sizes: none of {', '.join(keys)} is in it (transformers would fill in those of its "
+                "smallest published model)"
+            )
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            f"{path} is a Hugging Face config; reading it takes the package transformers (pip install transformers)"
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+        dtype = str(content.get("dtype") or content.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        torch_dtype = getattr(torch, dtype, None)
+        if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+            raise InputError(f"{path}: dtype is {dtype!r}; expected a floating type such as bfloat16")
+        with torch.device("meta"):
+            model = _auto_class(transformers, content).from_config(config, dtype=torch_dtype)
+    except InputError:
+        raise
+    except Exception as error:
+        _show(error)
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} makes no model of it "
+            f"({type(error).__name__}: {_first_line(error)})"
+        ) from error
+    model.train()
+    if checkpoint and getattr(model, "supports_gradient_checkpointing", False):
+        # By its name of today, or that of before.
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
+    kwargs, tokens = _inputs_of(model, content, batch, seq)
+    return ModelSource(
+        name=str(content.get("_name_or_path") or path.parent.name or kind).rsplit("/", 1)[-1] or str(kind),
+        model=model,
+        args=(),
+        kwargs=kwargs,
+        tokens=tokens,
+        dtype=dtype,
+    )
+
+
+def _auto_class(transformers: Any, content: Mapping[str, Any]) -> Any:
+    """The class that trains such a model: by the config's own word, else a causal language model, else the bare one."""
+    architecture = (content.get("architectures") or [""])[0]
+    if content.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):
+        return transformers.AutoModelForSeq2SeqLM
+    if architecture.endswith("ForMaskedLM"):
+        return transformers.AutoModelForMaskedLM
+    if architecture.endswith("ForImageClassification"):
+        return transformers.AutoModelForImageClassification
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return transformers.AutoModelForCausalLM if content["model_type"] in mapping else transformers.AutoModel
+
+
+def _inputs_of(model: Any, content: Mapping[str, Any], batch: int, seq: int) -> tuple[dict[str, Any], int]:
+    import torch
+
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        side = content.get("image_size", 224)
+        channels = content.get("num_channels", 3)
+        dtype = next(model.parameters()).dtype
+        pixels = torch.zeros(batch, channels, side, side, dtype=dtype, device="meta")
+        return {"pixel_values": pixels}, batch
+    tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    kwargs = {"input_ids": tokens}
+    if "labels" in inspect.signature(model.forward).parameters:
+        kwargs["labels"] = tokens
+    if content.get("is_encoder_decoder"):
+        kwargs["decoder_input_ids"] = tokens
+    return kwargs, batch * seq
+
+
+def _from_function(path: Path, function: str, *, batch: int, seq: int | None) -> ModelSource:
+    import torch
+    from torch import nn
+
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such file")
+    made = _call(path, _function_of(path, function), batch, seq)
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{path}:{function} returned {type(made).__name__}; expected a torch.nn.Module, or a pair of one and its "
+            "inputs"
+        )
+    if inputs is None:
+        raise InputError(
+            f"{path}:{function} returned a model without inputs, so its step cannot be captured; return "
+            "(model, inputs): a tuple of positional ones, or a dict of keywords"
+        )
+    args = (
+        () if isinstance(inputs, dict) else tuple(inputs if isinstance(inputs, (tuple, list)) else (inputs,))
+    )
+    kwargs = dict(inputs) if isinstance(inputs, dict) else {}
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    # Rows of the first input, or its tokens where it holds indices.
+    first = tensors[0] if tensors else None
+    tokens = 1 if first is None else (first.numel() if not first.is_floating_point() else len(first))
+    parameters = list(model.parameters())
+    if not parameters:
+        raise InputError(f"{path}:{function}: the model has no parameters")
+    dtype = str(max(parameters, key=lambda p: p.numel()).dtype).removeprefix("torch.")
+    return ModelSource(name=function, model=model, args=args, kwargs=kwargs, tokens=tokens, dtype=dtype)
+
+
+def _function_of(path: Path, function: str) -> Callable[..., Any]:
+    name = f"_pager_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its own folder first, as for a script; pickles and dataclasses look the module up by name.
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        _show(error)
+        raise InputError(f"{path} raised {type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+    found = getattr(module, function, None)
+    if not callable(found):
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise InputError(f"{path} has no function {function!r}{closest(function, known)}")
+    made: Callable[..., Any] = found
+    return made
+
+
+def _call(path: Path, function: Callable[..., Any], batch: int, seq: int | None) -> Any:
+    """Call the user's function on meta, with ``batch`` and ``seq`` where it takes them."""
+    import torch
+
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        names = {}  # type: ignore[assignment]
+    given = {"batch": batch} if "batch" in names else {}
+    if "seq" in names and (seq is not None or names["seq"].default is inspect.Parameter.empty):
+        given["seq"] = DEFAULT_SEQ if seq is None else seq
+    try:
+        with torch.device("meta"):
+            return function(**given)
+    except Exception as error:
+        _show(error)
+        raise InputError(
+            f"{path}:{function.__name__} raised {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _show(error: Exception) -> None:
+    """The user's traceback; the line that says what it means to us comes after it."""
+    traceback.print_exception(error, file=sys.stderr)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
