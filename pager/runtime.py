@@ -250,6 +250,7 @@ class Runtime:
             host=self.host,
             disk=self.disk,
             counters=self.counters,
+            disk_inline=self.config.checks.streams if self.config.checks.daemon == "inline" else None,
         )
         return Engine(
             device=self.device,

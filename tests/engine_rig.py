@@ -15,6 +15,7 @@ import torch
 
 from pager.address_space import AddressSpace, Segment
 from pager.device.simulated import SimulatedDevice
+from pager.engine.disk_transfer import RingShape
 from pager.engine.engine import Engine
 from pager.engine.run import Run
 from pager.engine.transfer import Transfers
@@ -46,7 +47,11 @@ class Rig:
         skip_wait: Callable[..., bool] | None = None,
         eviction: str = "lru",
         device: SimulatedDevice | None = None,
+        disk_inline: str | None = "early",
+        ring: tuple[int, int] = (16, 4),
+        num_threads: int = 3,
     ) -> None:
+        """``disk_inline``: see `pager.engine.disk_queue`; None: threads. ``ring``: frames of a slot, and slots."""
         homes = homes or [Home.HOST] * len(sizes)
         self.device = device or SimulatedDevice(streams, check_races=check_races, skip_wait=skip_wait)
         self.space = AddressSpace(PAGE)
@@ -63,8 +68,10 @@ class Rig:
             table=self.table,
             arena=self.arena,
             host=self.host,
-            disk=self.disk,  # type: ignore[arg-type]
+            disk=self.disk,
             counters=self.counters,
+            ring_shape=RingShape(ring[0] * PAGE, ring[1], num_threads),
+            disk_inline=disk_inline,
         )
         self.engine = Engine(
             device=self.device,
@@ -173,8 +180,10 @@ class Rig:
 
     def close(self) -> None:
         """Give everything back, in the order of the runtime."""
+        self.transfers.stop()
         for stream in (self.device.compute, self.device.h2d, self.device.d2h, self.device.poison):
             stream.synchronize()
+        self.transfers.close()
         self.host.close()
         if self.disk is not None:
             self.disk.close()

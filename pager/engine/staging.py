@@ -213,10 +213,10 @@ class Staging:
             self._note_use(slot, stream, written)
             for run in written:
                 self._drop_copies(run, slot)
-            for event in self._transfers.page_out_all(written) if written else ():
-                if event is not None:
-                    # It comes after all use of the slot, and so stands for it.
-                    slot.fence = {event.stream.index: event}
+            if written:
+                event = self._transfers.page_out_all(written)
+                # It comes after all use of the slot, and so stands for it.
+                slot.fence = {event.stream.index: event}
             self._free(slot)
 
     def give_back(self, holder: object) -> None:

@@ -122,7 +122,7 @@ class HostArena:
             with self._progress(num_bytes):
                 while num_frames:
                     size = min(num_frames, self._frames_per_piece)
-                    memory = _map_memory(size * self.page_size)
+                    memory = map_memory(size * self.page_size)
                     mapped.append((memory, self._register(memory)))
                     num_frames -= size
         except BaseException:
@@ -259,7 +259,8 @@ class HostArena:
             timer.join()
 
 
-def _map_memory(num_bytes: int) -> torch.Tensor:
+def map_memory(num_bytes: int) -> torch.Tensor:
+    """New memory of exactly this size from the system, zeros, aligned to its pages. Raises TierFull."""
     try:
         # Private: a shared anonymous mapping is shmem, which counts against /dev/shm's limits in containers.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,0 +1,448 @@
+"""The queue of the disk: reads and writes on threads of their own, through the ring.
+
+The problem: a disk is twenty times slower than the link and fast only with several requests under way; so nobody may
+wait for one that is not needed now, reads and writes have to overlap with each other and with everything else, and all
+of it has to stay exact while pages are written, read again and thrown away out of order.
+
+The protocol. Requests are extents, numbered as they come.
+
+write   the caller takes a slot (and waits for one only where writes have used up theirs), has the link fill it,
+        and goes on: from here the slot is the page's good copy. A thread waits for the link, writes, and frees the
+        slot.
+read    a thread takes a slot, fills it, hands it to ``Job.use``, which puts the copy to the device on the link, and
+        frees it behind that copy's event. When all reads of a job are done ``Job.finish`` is called, on the thread.
+
+Order among requests of the same frames:
+
+1. A read sees the newest write before it. What is still in a slot is copied from there: it waits for no disk, and no
+   read meets a write on the disk.
+2. A write waits for the earlier writes and reads of its frames. So the last write is what stays.
+
+A write that fails keeps its slot, and with it the page's only copy: reads are served from there. The error is raised
+once, at the next fault or step (``take_failure``). Whoever writes next has the failed ones tried again first, and is
+refused, with its own pages where they were, if they fail again. So a sick disk costs no page, and no memory beyond
+the ring.
+
+Reads come first while somebody stands still for them, else the two alternate. Writes leave one slot to reads, whose
+slots always come back: so neither can starve the other.
+
+Without threads (``inline``) whoever waits does the work: "late" when there is no way around it, "early" at once. That
+is for tests, which so see the same order in each run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pager.engine.disk_requests import (
+    Extent,
+    Job,
+    Piece,
+    Read,
+    Request,
+    Write,
+    next_write,
+    pieces_of,
+    stripped,
+)
+from pager.errors import PagerClosed, PagerInternalError, TierError
+from pager.interrupts import uninterrupted
+from pager.units import ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+    from pager.device.base import Device, Event, Region
+    from pager.engine.ring import Ring, Slot
+    from pager.statistics import Counters
+    from pager.tiers.base import BackingTier
+
+logger = logging.getLogger("pager.engine.disk_queue")
+
+
+class DiskQueue:
+    """Requests to one disk. Safe to call from any thread; ``changed`` guards everything."""
+
+    def __init__(
+        self,
+        disk: BackingTier,
+        ring: Ring,
+        device: Device,
+        counters: Counters,
+        *,
+        num_threads: int,
+        inline: str | None = None,
+    ) -> None:
+        self.ring = ring
+        self.changed = threading.Condition()
+        self._disk = disk
+        self._device = device
+        self._counters = counters
+        self._num_threads = num_threads
+        self._inline = inline
+        self._threads: list[threading.Thread] = []
+        self._number = 0
+        self._reads: deque[Read] = deque()
+        self._moving_reads: list[Read] = []
+        # All writes whose slot is the good copy, in order: waiting, moving or failed.
+        self._held: list[Write] = []
+        self._moving_writes: list[Write] = []
+        self._num_taken_for_writes = 0
+        self._failure: BaseException | None = None
+        # Apart from the queue, so that `abandon` need not keep it alive.
+        self.closed = threading.Event()
+
+    # -- reads -------------------------------------------------------------------------------------
+
+    def read(self, job: Job, extents: Sequence[Extent]) -> None:
+        """Begin to read; see :class:`Job` and the head of this file."""
+        with self.changed:
+            self._check_open()
+            job.num_left = len(extents)
+            reads = [
+                Read(*self._numbered(extent.frame, extent.num_bytes), job, extent.offset)
+                for extent in extents
+            ]
+            if job.is_urgent:
+                self._reads.extendleft(reversed(reads))
+            else:
+                self._reads.extend(reads)
+            self._start()
+        self._run_early()
+
+    def join(self, job: Job) -> None:
+        """Wait until a job is done, before all that nobody stands still for. Raises what it failed with."""
+        with self.changed:
+            if not job.is_urgent:
+                job.is_urgent = True
+                self._reads = deque(sorted(self._reads, key=lambda read: read.job is not job))
+        self._wait_until(lambda: job.is_done)
+        if job.error is not None:
+            raise job.error
+
+    def _finish(self, job: Job) -> None:
+        with job.lock:
+            if not job.is_cancelled and job.finish is not None:
+                try:
+                    job.finish(job)
+                except BaseException as error:
+                    job.error = job.error or stripped(error)
+        with self.changed:
+            job.is_done = True
+            self.changed.notify_all()
+
+    # -- writes ------------------------------------------------------------------------------------
+
+    def write(
+        self, frame: int, num_bytes: int, fill: Callable[[torch.Tensor, Region], Event | None]
+    ) -> Write:
+        """Write what ``fill`` puts into a slot; it gives the event after which all is there (None: now).
+
+        Waits where writes have all their slots. Raises what an earlier write fails with again; then nothing is done.
+        """
+        slot = self._take_for_write()
+        try:
+            filled = fill(slot.memory[:num_bytes], slot.region)
+        except BaseException:
+            with self.changed:
+                self._give_back(slot, None)
+            raise
+        with self.changed:
+            write = Write(*self._numbered(frame, num_bytes), slot, filled)
+            self._held.append(write)
+            self._start()
+        self._run_early()
+        return write
+
+    def _take_for_write(self) -> Slot:
+        taken: list[Slot] = []
+
+        def take() -> bool:
+            self._check_open()
+            if any(write.error is not None for write in self._held):
+                return True
+            if self._num_taken_for_writes < self.ring.num_slots - 1:
+                slot = self.ring.take()
+                if slot is not None:
+                    self._num_taken_for_writes += 1
+                    taken.append(slot)
+            return bool(taken)
+
+        while not taken:
+            self._repeat_failed()
+            self._wait_until(take)
+        taken[0].settle()
+        return taken[0]
+
+    def _repeat_failed(self) -> None:
+        """Try failed writes again; raises the first's error if one fails again, which so counts as told.
+
+        What is no failure of the disk is a bug, and would not get better.
+        """
+        with self.changed:
+            failed = [write for write in self._held if write.error is not None]
+            for write in failed:
+                if write.error is not None and not isinstance(write.error, TierError):
+                    raise write.error
+            for write in failed:
+                write.error, write.is_repeated = None, True
+            self.changed.notify_all()
+        if not failed:
+            return
+        self._wait_until(lambda: all(write.is_done or write.error is not None for write in failed))
+        with self.changed:
+            self._failure = None
+            errors = [write.error for write in failed if write.error is not None]
+        if errors:
+            raise errors[0]
+        logger.warning("%d writes to the disk failed, and succeeded when they were tried again", len(failed))
+
+    def wait_for_writes(self, writes: Sequence[Write]) -> None:
+        """Wait until these are on the disk. Raises what one fails with; then none of them is held any more."""
+        errors: list[BaseException] = []
+
+        def are_over() -> bool:
+            if not all(write.is_done or write.error is not None for write in writes):
+                return False
+            for write in writes:
+                if write.error is not None:
+                    errors.append(write.error)
+                    self._failure = None
+                    self._let_go(write)
+            return True
+
+        self._wait_until(are_over)
+        if errors:
+            raise errors[0]
+
+    def settle(self) -> None:
+        """Wait until everything is on the disk. Raises what a write fails with, twice; its bytes stay in the ring."""
+        while True:
+            self._repeat_failed()
+            self._wait_until(lambda: not self._held or any(write.error is not None for write in self._held))
+            with self.changed:
+                if not self._held:
+                    return
+
+    def drop(self, first_frame: int, num_frames: int) -> None:
+        """Nobody wants what these frames hold: forget writes, and wait for what is under way."""
+        dropped = Request(0, first_frame, first_frame + num_frames, 0)
+
+        def is_still() -> bool:
+            for write in [write for write in self._held if write.overlaps(dropped)]:
+                if write not in self._moving_writes:
+                    self._let_go(write)
+            busy = (*self._moving_reads, *self._reads, *self._moving_writes)
+            return not any(request.overlaps(dropped) for request in busy)
+
+        self._wait_until(is_still)
+
+    def take_failure(self) -> BaseException | None:
+        """What a write failed with since nobody asked."""
+        if self._failure is None:
+            return None
+        with self.changed:
+            error, self._failure = self._failure, None
+        return error
+
+    def _let_go(self, write: Write) -> None:
+        """A write is done, or not wanted (locked)."""
+        write.is_done = True
+        self._held.remove(write)
+        if not write.num_readers:
+            self._give_back(write.slot, write.filled)
+        self.changed.notify_all()
+
+    def _give_back(self, slot: Slot, busy: Event | None) -> None:
+        self._num_taken_for_writes -= 1
+        self.ring.give(slot, busy)
+        self.changed.notify_all()
+
+    # -- choosing ----------------------------------------------------------------------------------
+
+    def _pick(self) -> Callable[[], None] | None:
+        """The next thing to do (locked), begun; None if there is nothing that can be done now."""
+        if self.closed.is_set():
+            return None
+        read = self._reads[0] if self._reads else None
+        if read is not None and (read.job.is_cancelled or read.job.error is not None):
+            self._reads.popleft()
+            return lambda: self._end_read(read, None, None, None)
+        write = next_write(self._held, self._moving_writes, (*self._moving_reads, *self._reads))
+        can_read = read is not None and self.ring.has_free
+        if read is not None and can_read:
+            alternate = len(self._moving_reads) <= len(self._moving_writes)
+            if write is None or read.job.is_urgent or alternate:
+                return self._begin_read(read)
+        if write is not None:
+            self._moving_writes.append(write)
+            chosen = write
+            return lambda: self._run_write(chosen)
+        return None
+
+    def _begin_read(self, read: Read) -> Callable[[], None]:
+        slot = self.ring.take()
+        assert slot is not None
+        self._reads.popleft()
+        self._moving_reads.append(read)
+        pieces = pieces_of(read, self._held)
+        for piece in pieces:
+            if piece.write is not None:
+                piece.write.num_readers += 1
+        return lambda: self._run_read(read, slot, pieces)
+
+    # -- doing -------------------------------------------------------------------------------------
+
+    def _run_read(self, read: Read, slot: Slot, pieces: list[Piece]) -> None:
+        job = read.job
+        busy: Event | None = None
+        failure: BaseException | None = None
+        try:
+            slot.settle()
+            self._device.host_touch(slot.region, write=True)
+            for piece in pieces:
+                self._fill(read, slot, piece)
+            with job.lock:
+                if not job.is_cancelled:
+                    busy = job.use(read.offset, slot.memory[: read.num_bytes], slot.region)
+        except BaseException as error:
+            failure = stripped(error)
+        self._end_read(read, slot, busy, failure, pieces)
+
+    def _fill(self, read: Read, slot: Slot, piece: Piece) -> None:
+        page_size = self._disk.page_size
+        offset = (piece.begin - read.begin) * page_size
+        num_bytes = min((piece.end - piece.begin) * page_size, read.block_bytes - offset)
+        target = slot.memory[offset : offset + num_bytes]
+        if piece.write is None:
+            self._disk.read(piece.begin, target)
+            self._counters.add(disk_read_bytes=min(num_bytes, read.num_bytes - offset))
+            return
+        write = piece.write
+        if write.filled is not None:
+            write.filled.synchronize()
+        self._device.host_touch(write.slot.region, write=False)
+        begin = (piece.begin - write.begin) * page_size
+        target.copy_(write.slot.memory[begin : begin + num_bytes])
+
+    def _end_read(
+        self,
+        read: Read,
+        slot: Slot | None,
+        busy: Event | None,
+        failure: BaseException | None,
+        pieces: Sequence[Piece] = (),
+    ) -> None:
+        job = read.job
+        with self.changed:
+            if slot is not None:
+                self._moving_reads.remove(read)
+                self.ring.give(slot, busy)
+            for piece in pieces:
+                if piece.write is not None:
+                    piece.write.num_readers -= 1
+                    if piece.write.is_done and not piece.write.num_readers:
+                        self._give_back(piece.write.slot, piece.write.filled)
+            job.error = job.error or failure
+            job.num_left -= 1
+            is_last = job.num_left == 0
+            self.changed.notify_all()
+        if is_last:
+            self._finish(job)
+
+    def _run_write(self, write: Write) -> None:
+        failure: BaseException | None = None
+        try:
+            if write.filled is not None:
+                write.filled.synchronize()
+            self._device.host_touch(write.slot.region, write=False)
+            self._disk.write(write.begin, write.slot.memory[: write.block_bytes])
+            self._counters.add(disk_write_bytes=write.num_bytes)
+        except BaseException as error:
+            failure = stripped(error)
+        with self.changed:
+            self._moving_writes.remove(write)
+            if failure is None:
+                self._let_go(write)
+            else:
+                write.error = failure
+                if not write.is_repeated:
+                    self._failure = self._failure or failure
+                self.changed.notify_all()
+
+    # -- threads -----------------------------------------------------------------------------------
+
+    def _numbered(self, frame: int, num_bytes: int) -> tuple[int, int, int, int]:
+        self._number += 1
+        return self._number, frame, frame + ceil_div(num_bytes, self._disk.page_size), num_bytes
+
+    def _check_open(self) -> None:
+        if self.closed.is_set():
+            raise PagerClosed("the disk's queue was closed")
+
+    def _start(self) -> None:
+        """Have threads, and tell them that there is something to do (locked)."""
+        if self._inline is None and not self._threads:
+            self._threads = [
+                threading.Thread(target=self._loop, name=f"pager-disk-{index}", daemon=True)
+                for index in range(self._num_threads)
+            ]
+            for thread in self._threads:
+                thread.start()
+        self.changed.notify_all()
+
+    def _loop(self) -> None:
+        while True:
+            with self.changed:
+                while (action := self._pick()) is None:
+                    if self.closed.is_set():
+                        return
+                    self.changed.wait()
+            action()
+            del action
+
+    def advance(self) -> bool:
+        """Without threads: do one thing. False if there is nothing, or there are threads."""
+        if self._inline is None:
+            return False
+        with uninterrupted():
+            with self.changed:
+                action = self._pick()
+            if action is not None:
+                action()
+        return action is not None
+
+    def _run_early(self) -> None:
+        while self._inline == "early" and self.advance():
+            pass
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while True:
+            with self.changed:
+                if condition():
+                    return
+                if self.closed.is_set():
+                    raise PagerClosed("the disk's queue was closed")
+                if self._inline is None:
+                    self.changed.wait()
+                    continue
+            if not self.advance():
+                raise PagerInternalError("a request to the disk waits for nothing that will happen")
+
+    def stop(self) -> None:
+        """End the threads, once what they are at is done; what waits is dropped. Idempotent."""
+        abandon(self.changed, self.closed)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def abandon(changed: threading.Condition, closed: threading.Event) -> None:
+    """Have the threads of a queue end by themselves."""
+    with changed:
+        closed.set()
+        changed.notify_all()
