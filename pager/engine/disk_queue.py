@@ -24,10 +24,8 @@ refused, with its own pages where they were, if they fail again. So a sick disk 
 the ring.
 
 Reads come first while somebody stands still for them, else the two alternate. Writes leave one slot to reads, whose
-slots always come back: so neither can starve the other.
-
-Without threads (``inline``) whoever waits does the work: "late" when there is no way around it, "early" at once. That
-is for tests, which so see the same order in each run.
+slots always come back. Without threads (``inline``, for tests: the same order in each run) whoever waits does the work:
+"late" when there is no way around it, "early" at once.
 """
 
 from __future__ import annotations
@@ -38,25 +36,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pager.engine.disk_requests import (
-    Extent,
-    Job,
-    Piece,
-    Read,
-    Request,
-    Write,
-    next_write,
-    pieces_of,
-    stripped,
-)
+from pager.engine.disk_requests import Job, Piece, Read, Request, Write, next_write, pieces_of, stripped
 from pager.errors import PagerClosed, PagerInternalError, TierError
 from pager.interrupts import uninterrupted
 from pager.units import ceil_div
 
 if TYPE_CHECKING:
-    import torch
-
-    from pager.device.base import Device, Event, Region
+    from pager.device.base import Device, Event
+    from pager.engine.disk_requests import Extent, Fill
     from pager.engine.ring import Ring, Slot
     from pager.statistics import Counters
     from pager.tiers.base import BackingTier
@@ -114,12 +101,16 @@ class DiskQueue:
             self._start()
         self._run_early()
 
-    def join(self, job: Job) -> None:
-        """Wait until a job is done, before all that nobody stands still for. Raises what it failed with."""
+    def hurry(self, job: Job) -> None:
+        """Somebody stands still for this job: it comes first from now on."""
         with self.changed:
             if not job.is_urgent:
                 job.is_urgent = True
                 self._reads = deque(sorted(self._reads, key=lambda read: read.job is not job))
+
+    def join(self, job: Job) -> None:
+        """Wait until a job is done. Raises what it failed with."""
+        self.hurry(job)
         self._wait_until(lambda: job.is_done)
         if job.error is not None:
             raise job.error
@@ -137,14 +128,13 @@ class DiskQueue:
 
     # -- writes ------------------------------------------------------------------------------------
 
-    def write(
-        self, frame: int, num_bytes: int, fill: Callable[[torch.Tensor, Region], Event | None]
-    ) -> Write:
-        """Write what ``fill`` puts into a slot; it gives the event after which all is there (None: now).
+    def write(self, frame: int, num_bytes: int, fill: Fill, *, must: bool = False) -> Write:
+        """Write what ``fill`` puts into a slot.
 
-        Waits where writes have all their slots. Raises what an earlier write fails with again; then nothing is done.
+        Waits where writes have all their slots. Raises what an earlier write fails with again; then nothing is done,
+        unless it ``must`` be: then host memory beyond the ring is taken, until the disk takes it.
         """
-        slot = self._take_for_write()
+        slot = self._take_for_write(must=must)
         try:
             filled = fill(slot.memory[:num_bytes], slot.region)
         except BaseException:
@@ -158,27 +148,30 @@ class DiskQueue:
         self._run_early()
         return write
 
-    def _take_for_write(self) -> Slot:
+    def _take_for_write(self, *, must: bool) -> Slot:
         taken: list[Slot] = []
 
         def take() -> bool:
             self._check_open()
-            if any(write.error is not None for write in self._held):
+            failed = any(write.error is not None for write in self._held)
+            if failed and not must:
                 return True
-            if self._num_taken_for_writes < self.ring.num_slots - 1:
-                slot = self.ring.take()
-                if slot is not None:
-                    self._num_taken_for_writes += 1
-                    taken.append(slot)
+            slot = self.ring.take() if self._num_taken_for_writes < self.ring.num_slots - 1 else None
+            if slot is None and failed:
+                slot = self.ring.make_spare()
+            if slot is not None:
+                self._num_taken_for_writes += 1
+                taken.append(slot)
             return bool(taken)
 
         while not taken:
-            self._repeat_failed()
+            if not must:
+                self.check_writes()
             self._wait_until(take)
         taken[0].settle()
         return taken[0]
 
-    def _repeat_failed(self) -> None:
+    def check_writes(self) -> None:
         """Try failed writes again; raises the first's error if one fails again, which so counts as told.
 
         What is no failure of the disk is a bug, and would not get better.
@@ -222,7 +215,7 @@ class DiskQueue:
     def settle(self) -> None:
         """Wait until everything is on the disk. Raises what a write fails with, twice; its bytes stay in the ring."""
         while True:
-            self._repeat_failed()
+            self.check_writes()
             self._wait_until(lambda: not self._held or any(write.error is not None for write in self._held))
             with self.changed:
                 if not self._held:

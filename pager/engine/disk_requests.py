@@ -25,6 +25,8 @@ logger = logging.getLogger("pager.engine.disk_requests")
 # Puts the bytes of an extent where they belong: (offset in the job, bytes, what the checker is told of them) -> the
 # event after which the bytes may be overwritten, None for now.
 Use = Callable[[int, "torch.Tensor", "Region"], "Event | None"]
+# Puts the bytes of an extent into a buffer: -> the event after which they are all there, None for now.
+Fill = Callable[["torch.Tensor", "Region"], "Event | None"]
 
 
 class Extent(NamedTuple):

@@ -113,7 +113,7 @@ class DiskTransfers:
             if then is not None:
                 then(job.error)
 
-        job = Job(use, finish, is_urgent=urgent)
+        job = run.arrival = Job(use, finish, is_urgent=urgent)
         self.queue.read(job, self._extents(home_frame, run.num_bytes))
         return job
 
@@ -130,9 +130,10 @@ class DiskTransfers:
             if stalls:
                 self._counters.add(stall_seconds=time.perf_counter() - started)
 
-    def page_out(self, run: Run, home_frame: int, *, stalls: bool) -> Event:
+    def page_out(self, run: Run, home_frame: int, *, stalls: bool, must: bool) -> Event:
         """Enqueue the copies of ``run`` into the ring, from where they are written; the event after which its frames
-        are not read any more. Raises TierError where earlier writes have failed for good: the run is as it was.
+        are not read any more. Raises TierError where earlier writes have failed for good: the run is as it was. If it
+        ``must`` go, it is kept in host memory instead.
         """
         d2h = self._device.d2h
         page_size = self._arena.page_size
@@ -150,7 +151,7 @@ class DiskTransfers:
             started = time.perf_counter()
             done = False
             try:
-                self.queue.write(frame, num_bytes, fill)
+                self.queue.write(frame, num_bytes, fill, must=must)
                 done = True
             finally:
                 if stalls:
@@ -194,6 +195,11 @@ class DiskTransfers:
             self._queue.drop(home_frame, segment.num_pages)
 
     # -- the queue ---------------------------------------------------------------------------------
+
+    def check_writes(self) -> None:
+        """Try writes again that have failed. Raises TierError if one fails again; its bytes are safe."""
+        if self._queue is not None:
+            self._queue.check_writes()
 
     def take_failure(self) -> BaseException | None:
         """What a write in the background failed with, once."""

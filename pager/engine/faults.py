@@ -55,7 +55,9 @@ class Faults(Leases):
                 run = self._find(segment, first, num_pages)
                 if run is not None:
                     if run.leaving or not run.issued:
-                        on_its_way |= not run.issued
+                        if not run.issued:
+                            on_its_way = True
+                            self.transfers.hurry(run)
                         self.wait_for_change()
                         continue
                     self._pin(run)

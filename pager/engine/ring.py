@@ -54,6 +54,7 @@ class Ring:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self._device = device
+        self._num_spares = 0
         memory = map_memory(slot_bytes * num_slots)
         self._address: int | None = memory.data_ptr()
         try:
@@ -83,7 +84,13 @@ class Ring:
     def give(self, slot: Slot, busy: Event | None) -> None:
         """Give a slot back; the link is done with it after ``busy``."""
         slot.busy = busy
-        self._free.append(slot)
+        if slot.index < self.num_slots:
+            self._free.append(slot)
+
+    def make_spare(self) -> Slot:
+        """One more slot, of pageable memory, that is gone once it is given back. Raises TierFull."""
+        self._num_spares += 1
+        return Slot(self.num_slots + self._num_spares, map_memory(self.slot_bytes))
 
     def close(self) -> None:
         """Unlock the memory. The caller has waited for the copies. Idempotent."""

@@ -167,8 +167,8 @@ class Transfers:
         return self.page_out_all([run], stalls=stalls)
 
     @whole
-    def page_out_all(self, runs: Sequence[Run], *, stalls: bool = True) -> Event:
-        """The same for several runs at once, with one event for all.
+    def page_out_all(self, runs: Sequence[Run], *, stalls: bool = True, must: bool = False) -> Event:
+        """The same for several runs at once, with one event for all. ``must``: a disk that fails refuses nothing.
 
         A copy and the event that tells of it are one act for a signal's handler.
         """
@@ -193,7 +193,7 @@ class Transfers:
                 at_home.append(run)
             else:
                 assert self._disk is not None
-                self._disk.page_out(run, home_frame, stalls=stalls)
+                self._disk.page_out(run, home_frame, stalls=stalls, must=must)
         event = d2h.record()
         for run in at_home:
             self._home_written[run.segment.index] = event
@@ -287,6 +287,16 @@ class Transfers:
             self._disk.forget(segment, home_frame)
 
     # -- the disk's background ---------------------------------------------------------------------
+
+    def check_writes(self) -> None:
+        """Where writes to the disk have failed, try them again. Raises TierError if one fails again."""
+        if self._disk is not None:
+            self._disk.check_writes()
+
+    def hurry(self, run: Run) -> None:
+        """Somebody stands still for a run that is on its way from a disk."""
+        if self._disk is not None and run.arrival is not None:
+            self._disk.queue.hurry(run.arrival)
 
     def take_failure(self) -> BaseException | None:
         """What a write to the disk failed with in the background: once."""

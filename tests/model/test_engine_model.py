@@ -300,10 +300,7 @@ class EngineModel(RuleBasedStateMachine):
         rig.device.h2d.synchronize()
         rig.device.d2h.synchronize()
         on_their_way = {
-            page
-            for run in rig.engine.resident_runs()
-            if not run.issued
-            for page in range(run.begin, run.end)
+            page for run in rig.engine.resident_runs() if not run.issued for page in range(run.begin, run.end)
         }
         for index, newest in self.newest.items():
             segment = rig.segments[index]

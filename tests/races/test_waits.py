@@ -22,7 +22,7 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("engine/faults.py:Faults._begin_use:wait", None, scenarios.use_what_was_paged_in),
     ("engine/faults.py:Faults._begin_use:wait", "d2h", scenarios.in_place_write_after_a_write_back),
     ("engine/faults.py:Faults._begin_use:wait", None, scenarios.train_over_host),
-    ("engine/staging.py:Staging.take:wait", None, scenarios.train_through_staging),
+    ("engine/staging.py:Staging._begin_use:wait", None, scenarios.train_through_staging),
     ("engine/transfer.py:Transfers.send_home:wait#1", None, scenarios.send_home_what_is_being_made),
     ("engine/transfer.py:Transfers.send_home:wait#2", None, scenarios.send_home_over_a_page_in),
     ("engine/reclaim.py:Reclaimer.write_back:wait", None, scenarios.write_through_a_view_after_a_write_back),
