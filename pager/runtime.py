@@ -23,6 +23,7 @@ from pager.closing import Closing
 from pager.config import Config
 from pager.device.base import make_device
 from pager.device_budget import DeviceBudget
+from pager.engine.disk_transfer import RingShape
 from pager.engine.engine import Engine
 from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import Transfers
@@ -30,6 +31,7 @@ from pager.errors import ConfigError, PagerClosed
 from pager.fitting import FittingModel
 from pager.graph.access_trace import AccessRow
 from pager.homes import Homes
+from pager.host_limit import process_bytes
 from pager.mmu import special as _special  # noqa: F401  registers the door's special calls
 from pager.mmu.binding import Binding
 from pager.mmu.gradient import Gradients
@@ -243,6 +245,7 @@ class Runtime:
         )
 
     def _make_engine(self) -> Engine:
+        budget_bytes = self.host_budget_bytes
         transfers = Transfers(
             device=self.device,
             table=self.table,
@@ -250,6 +253,8 @@ class Runtime:
             host=self.host,
             disk=self.disk,
             counters=self.counters,
+            # As much again as the ring, and what the budget leaves: a model whose disk fails is to be saved.
+            spare_room=lambda: max(RingShape().num_bytes, budget_bytes - process_bytes()),
             disk_inline=self.config.checks.streams if self.config.checks.daemon == "inline" else None,
         )
         return Engine(

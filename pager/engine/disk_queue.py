@@ -19,26 +19,35 @@ Order among requests of the same frames:
 2. A write waits for the earlier writes and reads of its frames. So the last write is what stays.
 
 A write that fails keeps its slot, and with it the page's only copy: reads are served from there. The error is raised
-once, at the next fault or step (``take_failure``). Whoever writes next has the failed ones tried again first, and is
-refused, with its own pages where they were, if they fail again. So a sick disk costs no page, and no memory beyond
-the ring.
+once, at the next fault or step (``take_failure``), and again when the disk has been well in between. Meanwhile further
+writes are kept in host memory beyond the ring, as far as there is room for that: so a model can still be saved. Each of
+them has one of the failed tried again; when that succeeds, all are. Without room a write is refused, with its page
+where it was.
 
 Reads come first while somebody stands still for them, else the two alternate. Writes leave one slot to reads, whose
-slots always come back. Without threads (``inline``, for tests: the same order in each run) whoever waits does the work:
-"late" when there is no way around it, "early" at once.
+slots always come back.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pager.engine.disk_requests import Job, Piece, Read, Request, Write, next_write, pieces_of, stripped
-from pager.errors import PagerClosed, PagerInternalError, TierError
-from pager.interrupts import uninterrupted
+from pager.engine.disk_requests import (
+    Job,
+    Piece,
+    Read,
+    Request,
+    Write,
+    blocks_of,
+    next_write,
+    pieces_of,
+    stripped,
+)
+from pager.engine.disk_workers import Workers
+from pager.errors import TierError
 from pager.units import ceil_div
 
 if TYPE_CHECKING:
@@ -51,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pager.engine.disk_queue")
 
 
-class DiskQueue:
+class DiskQueue(Workers):
     """Requests to one disk. Safe to call from any thread; ``changed`` guards everything."""
 
     def __init__(
@@ -62,16 +71,16 @@ class DiskQueue:
         counters: Counters,
         *,
         num_threads: int,
+        spare_room: Callable[[], int],
         inline: str | None = None,
     ) -> None:
+        """``spare_room``: bytes of host memory that slots beyond the ring may take, once writes fail."""
+        super().__init__(num_threads, inline)
         self.ring = ring
-        self.changed = threading.Condition()
         self._disk = disk
         self._device = device
         self._counters = counters
-        self._num_threads = num_threads
-        self._inline = inline
-        self._threads: list[threading.Thread] = []
+        self._spare_room = spare_room
         self._number = 0
         self._reads: deque[Read] = deque()
         self._moving_reads: list[Read] = []
@@ -80,8 +89,7 @@ class DiskQueue:
         self._moving_writes: list[Write] = []
         self._num_taken_for_writes = 0
         self._failure: BaseException | None = None
-        # Apart from the queue, so that `abandon` need not keep it alive.
-        self.closed = threading.Event()
+        self._is_told = False
 
     # -- reads -------------------------------------------------------------------------------------
 
@@ -131,10 +139,10 @@ class DiskQueue:
     def write(self, frame: int, num_bytes: int, fill: Fill, *, must: bool = False) -> Write:
         """Write what ``fill`` puts into a slot.
 
-        Waits where writes have all their slots. Raises what an earlier write fails with again; then nothing is done,
-        unless it ``must`` be: then host memory beyond the ring is taken, until the disk takes it.
+        Waits where writes have all their slots. Raises what an earlier write fails with again, if there is no room to
+        keep this one in host memory meanwhile; then nothing is done. If it ``must`` be, room is taken all the same.
         """
-        slot = self._take_for_write(must=must)
+        slot = self._take_for_write(blocks_of(num_bytes), must=must)
         try:
             filled = fill(slot.memory[:num_bytes], slot.region)
         except BaseException:
@@ -148,28 +156,47 @@ class DiskQueue:
         self._run_early()
         return write
 
-    def _take_for_write(self, *, must: bool) -> Slot:
+    def _take_for_write(self, num_bytes: int, *, must: bool) -> Slot:
         taken: list[Slot] = []
 
         def take() -> bool:
             self._check_open()
-            failed = any(write.error is not None for write in self._held)
-            if failed and not must:
-                return True
             slot = self.ring.take() if self._num_taken_for_writes < self.ring.num_slots - 1 else None
-            if slot is None and failed:
-                slot = self.ring.make_spare()
+            failed = next((write for write in self._held if write.error is not None), None)
+            if failed is not None:
+                is_refused = not must and not self._may_spare(num_bytes)
+                if slot is None and not is_refused:
+                    slot = self.ring.make_spare(num_bytes)
+                if is_refused and slot is not None:
+                    self.ring.give(slot, slot.busy)
+                    slot = None
+                if slot is None:
+                    return True
+                self._repeat(failed)
             if slot is not None:
                 self._num_taken_for_writes += 1
                 taken.append(slot)
             return bool(taken)
 
+        self._wait_until(take)
         while not taken:
-            if not must:
-                self.check_writes()
+            self.check_writes()
             self._wait_until(take)
         taken[0].settle()
         return taken[0]
+
+    def _may_spare(self, num_bytes: int) -> bool:
+        return self.ring.spare_bytes + num_bytes <= self._spare_room()
+
+    def _repeat(self, write: Write) -> None:
+        """A write that failed is tried again (locked)."""
+        write.error, write.is_repeated = None, True
+        self.changed.notify_all()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether no write has failed, or as much as ``num_bytes`` that cannot be written can be kept."""
+        with self.changed:
+            return self._may_spare(num_bytes) or all(write.error is None for write in self._held)
 
     def check_writes(self) -> None:
         """Try failed writes again; raises the first's error if one fails again, which so counts as told.
@@ -182,14 +209,13 @@ class DiskQueue:
                 if write.error is not None and not isinstance(write.error, TierError):
                     raise write.error
             for write in failed:
-                write.error, write.is_repeated = None, True
-            self.changed.notify_all()
+                self._repeat(write)
         if not failed:
             return
         self._wait_until(lambda: all(write.is_done or write.error is not None for write in failed))
         with self.changed:
-            self._failure = None
             errors = [write.error for write in failed if write.error is not None]
+            self._failure, self._is_told = None, bool(errors)
         if errors:
             raise errors[0]
         logger.warning("%d writes to the disk failed, and succeeded when they were tried again", len(failed))
@@ -361,81 +387,16 @@ class DiskQueue:
             self._moving_writes.remove(write)
             if failure is None:
                 self._let_go(write)
+                self._is_told = False
+                for other in self._held if write.is_repeated else ():
+                    if isinstance(other.error, TierError):
+                        self._repeat(other)
             else:
                 write.error = failure
-                if not write.is_repeated:
-                    self._failure = self._failure or failure
+                if not self._is_told and not write.is_repeated:
+                    self._failure, self._is_told = failure, True
                 self.changed.notify_all()
-
-    # -- threads -----------------------------------------------------------------------------------
 
     def _numbered(self, frame: int, num_bytes: int) -> tuple[int, int, int, int]:
         self._number += 1
         return self._number, frame, frame + ceil_div(num_bytes, self._disk.page_size), num_bytes
-
-    def _check_open(self) -> None:
-        if self.closed.is_set():
-            raise PagerClosed("the disk's queue was closed")
-
-    def _start(self) -> None:
-        """Have threads, and tell them that there is something to do (locked)."""
-        if self._inline is None and not self._threads:
-            self._threads = [
-                threading.Thread(target=self._loop, name=f"pager-disk-{index}", daemon=True)
-                for index in range(self._num_threads)
-            ]
-            for thread in self._threads:
-                thread.start()
-        self.changed.notify_all()
-
-    def _loop(self) -> None:
-        while True:
-            with self.changed:
-                while (action := self._pick()) is None:
-                    if self.closed.is_set():
-                        return
-                    self.changed.wait()
-            action()
-            del action
-
-    def advance(self) -> bool:
-        """Without threads: do one thing. False if there is nothing, or there are threads."""
-        if self._inline is None:
-            return False
-        with uninterrupted():
-            with self.changed:
-                action = self._pick()
-            if action is not None:
-                action()
-        return action is not None
-
-    def _run_early(self) -> None:
-        while self._inline == "early" and self.advance():
-            pass
-
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
-        while True:
-            with self.changed:
-                if condition():
-                    return
-                if self.closed.is_set():
-                    raise PagerClosed("the disk's queue was closed")
-                if self._inline is None:
-                    self.changed.wait()
-                    continue
-            if not self.advance():
-                raise PagerInternalError("a request to the disk waits for nothing that will happen")
-
-    def stop(self) -> None:
-        """End the threads, once what they are at is done; what waits is dropped. Idempotent."""
-        abandon(self.changed, self.closed)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-
-
-def abandon(changed: threading.Condition, closed: threading.Event) -> None:
-    """Have the threads of a queue end by themselves."""
-    with changed:
-        closed.set()
-        changed.notify_all()

@@ -37,6 +37,11 @@ class Extent(NamedTuple):
     offset: int
 
 
+def blocks_of(num_bytes: int) -> int:
+    """Bytes in whole blocks of the disk."""
+    return ceil_div(num_bytes, BLOCK_BYTES) * BLOCK_BYTES
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """Reads that belong together. ``finish`` is called once, when all are done or one has failed, unless cancelled."""
@@ -70,7 +75,7 @@ class Request:
     @property
     def block_bytes(self) -> int:
         """Bytes in whole blocks of the disk; what is behind the extent's end in its last page is nobody's."""
-        return ceil_div(self.num_bytes, BLOCK_BYTES) * BLOCK_BYTES
+        return blocks_of(self.num_bytes)
 
 
 @dataclass(slots=True, eq=False)

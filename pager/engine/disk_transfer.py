@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pager.device.base import Region
-from pager.engine.disk_queue import DiskQueue, abandon
+from pager.engine.disk_queue import DiskQueue
 from pager.engine.disk_requests import Extent, Job
+from pager.engine.disk_workers import abandon
 from pager.engine.ring import Ring
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class DiskTransfers:
         disk: BackingTier,
         counters: Counters,
         shape: RingShape,
+        spare_room: Callable[[], int],
         inline: str | None,
     ) -> None:
         self._device = device
@@ -60,6 +62,7 @@ class DiskTransfers:
         self._disk = disk
         self._counters = counters
         self._shape = shape
+        self._spare_room = spare_room
         self._inline = inline
         self._lock = threading.Lock()
         self._queue: DiskQueue | None = None
@@ -79,6 +82,7 @@ class DiskTransfers:
                         self._device,
                         self._counters,
                         num_threads=self._shape.num_threads,
+                        spare_room=self._spare_room,
                         inline=self._inline,
                     )
                     # The threads must not keep a model alive that nobody closed: they know the queue alone.
@@ -196,9 +200,11 @@ class DiskTransfers:
 
     # -- the queue ---------------------------------------------------------------------------------
 
-    def check_writes(self) -> None:
-        """Try writes again that have failed. Raises TierError if one fails again; its bytes are safe."""
-        if self._queue is not None:
+    def check_writes(self, num_bytes: int) -> None:
+        """Try writes to the disk again that have failed, if so much more could not be kept. Raises TierError if one
+        fails again; its bytes are safe.
+        """
+        if self._queue is not None and not self._queue.has_room(num_bytes):
             self._queue.check_writes()
 
     def take_failure(self) -> BaseException | None:

@@ -55,6 +55,7 @@ class Ring:
         self.num_slots = num_slots
         self._device = device
         self._num_spares = 0
+        self.spare_bytes = 0  # of slots beyond the ring
         memory = map_memory(slot_bytes * num_slots)
         self._address: int | None = memory.data_ptr()
         try:
@@ -86,11 +87,15 @@ class Ring:
         slot.busy = busy
         if slot.index < self.num_slots:
             self._free.append(slot)
+        else:
+            self.spare_bytes -= slot.memory.numel()
 
-    def make_spare(self) -> Slot:
+    def make_spare(self, num_bytes: int) -> Slot:
         """One more slot, of pageable memory, that is gone once it is given back. Raises TierFull."""
+        memory = map_memory(num_bytes)
+        self.spare_bytes += num_bytes
         self._num_spares += 1
-        return Slot(self.num_slots + self._num_spares, map_memory(self.slot_bytes))
+        return Slot(self.num_slots + self._num_spares, memory)
 
     def close(self) -> None:
         """Unlock the memory. The caller has waited for the copies. Idempotent."""

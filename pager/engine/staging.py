@@ -177,7 +177,7 @@ class Staging:
         None if no slot can be had: others compute in all of them, or there is none. Raises TierError if a disk cannot
         be read, or has not taken what was written before: then the unit has not begun.
         """
-        self._transfers.check_writes()
+        self._transfers.check_writes(self.slot_bytes)
         while True:
             with uninterrupted(), self._lock:
                 slot = self._find_or_fetch(holder, ranges)

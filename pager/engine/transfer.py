@@ -52,9 +52,10 @@ class Transfers:
         disk: BackingTier | None,
         counters: Counters,
         ring_shape: RingShape | None = None,
+        spare_room: Callable[[], int] = int,
         disk_inline: str | None = None,
     ) -> None:
-        """``disk_inline``: without threads, see `pager.engine.disk_queue`."""
+        """``spare_room``, ``disk_inline``: see `pager.engine.disk_queue`."""
         self._device = device
         self._table = table
         self._arena = arena
@@ -71,6 +72,7 @@ class Transfers:
                 disk=disk,
                 counters=counters,
                 shape=ring_shape or RingShape(),
+                spare_room=spare_room,
                 inline=disk_inline,
             )
 
@@ -288,10 +290,12 @@ class Transfers:
 
     # -- the disk's background ---------------------------------------------------------------------
 
-    def check_writes(self) -> None:
-        """Where writes to the disk have failed, try them again. Raises TierError if one fails again."""
+    def check_writes(self, num_bytes: int) -> None:
+        """Try writes to the disk again that have failed, if so much more could not be kept. Raises TierError if one
+        fails again; its bytes are safe.
+        """
         if self._disk is not None:
-            self._disk.check_writes()
+            self._disk.check_writes(num_bytes)
 
     def hurry(self, run: Run) -> None:
         """Somebody stands still for a run that is on its way from a disk."""

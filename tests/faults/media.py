@@ -82,7 +82,7 @@ class Medium:
         return count
 
 
-def make_layers() -> nn.Sequential:
+def make_layers() -> Any:
     """Square layers of four pages each."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
@@ -145,7 +145,7 @@ def train_plainly(num_steps: int) -> list[torch.Tensor]:
 
 
 def train_stubbornly(
-    model: Any, optimizer: Any, num_steps: int
+    model: Any, optimizer: Any, num_steps: int, *, first: int = 0
 ) -> tuple[list[torch.Tensor], list[TierError]]:
     """Losses, and what was raised on the way, of a user who tries each thing again that a tier refuses."""
     losses: list[torch.Tensor] = []
@@ -163,10 +163,18 @@ def train_stubbornly(
         optimizer.zero_grad()
         return backward(model, step)
 
-    for step in range(num_steps):
+    for step in range(first, first + num_steps):
         losses.append(insist(lambda step=step: forward_and_backward(step)))
         insist(optimizer.step)
     return losses, errors
+
+
+def train_until_refused(model: Any, optimizer: Any, step: int) -> None:
+    """Three times the same batch; raises what a tier refuses it with."""
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
 
 
 def check_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
