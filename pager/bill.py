@@ -14,6 +14,7 @@ from pager.config import MIN_PAGE_BYTES, Config, resolve_budget
 from pager.errors import BudgetError, ConfigError
 from pager.homes import Wanted, state_name
 from pager.host_limit import host_limit_bytes, process_bytes
+from pager.tiers.disk_probe import DEPTHS, shape_of
 from pager.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ def host_room(
     slabs = budget.limit_bytes if device.is_simulated else 0
     if device.is_simulated and config.device_budget is None:
         slabs = min(slabs, sum(item.num_bytes for item in training_state(parameters, states)))
-    return whole - max(process_bytes() - on_cpu, 0) - slabs, whole
+    ring = shape_of(max(DEPTHS)).num_bytes if config.disk is not None else 0
+    return whole - max(process_bytes() - on_cpu, 0) - slabs - ring, whole
 
 
 def disk_room(config: Config) -> int:

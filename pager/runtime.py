@@ -23,7 +23,6 @@ from pager.closing import Closing
 from pager.config import Config
 from pager.device.base import make_device
 from pager.device_budget import DeviceBudget
-from pager.engine.disk_transfer import RingShape
 from pager.engine.engine import Engine
 from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import Transfers
@@ -53,6 +52,7 @@ from pager.residency import Residency
 from pager.statistics import Counters, Statistics
 from pager.step_boundary import Round, StepBoundary, fixed_distance
 from pager.tiers.device_arena import DeviceArena
+from pager.tiers.disk_probe import measured_shape
 from pager.tiers.host_arena import HostArena
 from pager.units import format_bytes
 
@@ -245,7 +245,7 @@ class Runtime:
         )
 
     def _make_engine(self) -> Engine:
-        budget_bytes = self.host_budget_bytes
+        shape, budget_bytes = measured_shape(self.disk), self.host_budget_bytes
         transfers = Transfers(
             device=self.device,
             table=self.table,
@@ -253,8 +253,9 @@ class Runtime:
             host=self.host,
             disk=self.disk,
             counters=self.counters,
-            # As much again as the ring, and what the budget leaves: a model whose disk fails is to be saved.
-            spare_room=lambda: max(RingShape().num_bytes, budget_bytes - process_bytes()),
+            ring_shape=shape,
+            # As much again as the ring, or what the budget leaves: a model whose disk fails is to be saved.
+            spare_room=lambda: max(shape.num_bytes, budget_bytes - process_bytes()),
             disk_inline=self.config.checks.streams if self.config.checks.daemon == "inline" else None,
         )
         return Engine(

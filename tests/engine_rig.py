@@ -15,7 +15,6 @@ import torch
 
 from pager.address_space import AddressSpace, Segment
 from pager.device.simulated import SimulatedDevice
-from pager.engine.disk_transfer import RingShape
 from pager.engine.engine import Engine
 from pager.engine.run import Run
 from pager.engine.transfer import Transfers
@@ -25,6 +24,7 @@ from pager.statistics import Counters
 from pager.tiers.adaptors import FaultyTier
 from pager.tiers.device_arena import DeviceArena
 from pager.tiers.disk_file import DiskFile
+from pager.tiers.disk_probe import RingShape
 from pager.tiers.host_arena import HostArena
 
 PAGE = 4096

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,19 +28,7 @@ if TYPE_CHECKING:
     from pager.statistics import Counters
     from pager.tiers.base import BackingTier
     from pager.tiers.device_arena import DeviceArena
-
-
-class RingShape(NamedTuple):
-    """``num_slots`` buffers of ``slot_bytes``, and the threads that work on them."""
-
-    slot_bytes: int = 4 * 2**20
-    num_slots: int = 12
-    num_threads: int = 4
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory."""
-        return self.slot_bytes * self.num_slots
+    from pager.tiers.disk_probe import RingShape
 
 
 class DiskTransfers:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pager.device.base import Region
-from pager.engine.disk_transfer import DiskTransfers, RingShape
+from pager.engine.disk_transfer import DiskTransfers
 from pager.interrupts import uninterrupted, whole
 from pager.page_table import Home
 from pager.tiers.device_arena import merge_fence
+from pager.tiers.disk_probe import DEFAULT_DEPTH, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pager.statistics import Counters
     from pager.tiers.base import BackingTier
     from pager.tiers.device_arena import DeviceArena, Fence
+    from pager.tiers.disk_probe import RingShape
     from pager.tiers.host_arena import HostArena
 
 # One copy of 16 MiB reaches 54.6 of 55.1 GB/s (DESIGN, section 5); larger ones only delay the first event.
@@ -71,7 +73,7 @@ class Transfers:
                 arena=arena,
                 disk=disk,
                 counters=counters,
-                shape=ring_shape or RingShape(),
+                shape=ring_shape or shape_of(DEFAULT_DEPTH),
                 spare_room=spare_room,
                 inline=disk_inline,
             )
