@@ -260,6 +260,23 @@ class Homes:
                 raise BudgetError(f"pager: {error}{self._disk_remedy(self._disk is not None)}") from error
             self._spare_frames += missing
 
+    @property
+    def host_used_bytes(self) -> int:
+        """Bytes of host memory that are somebody's home."""
+        return self._host.used_bytes
+
+    def resize_host(self, extra_bytes: int) -> None:
+        """Homes may take so much more host memory, or less, than before; never less than they have."""
+        self._host.budget_bytes = max(self._host.budget_bytes + extra_bytes, self._host.reserved_bytes)
+
+    def release_host(self) -> int:
+        """Give the system back what no home is in, as far as it can be; the bytes of it."""
+        before = self._host.reserved_bytes
+        released = self._host.trim() + self._host.release_free()
+        gone = (before - self._host.reserved_bytes) // self._page_size
+        self._spare_frames = max(self._spare_frames - gone, 0)
+        return released
+
     def planned(self, kind: str, name: str) -> Home | None:
         """The home decided for a tensor, None if nothing was."""
         return self._planned.get((kind, name))

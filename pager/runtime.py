@@ -30,6 +30,7 @@ from pager.errors import ConfigError, PagerClosed
 from pager.fitting import FittingModel
 from pager.graph.access_trace import AccessRow
 from pager.homes import Homes
+from pager.host_cap import HostCap
 from pager.host_limit import process_bytes
 from pager.mmu import special as _special  # noqa: F401  registers the door's special calls
 from pager.mmu.binding import Binding
@@ -123,22 +124,18 @@ class Runtime:
         elif refusal is not None:
             raise refusal
         bill.check_largest(wanted, page_size, arena_bytes, self.budget)
-        host_bytes, self.host_budget_bytes = bill.host_room(
-            config, self.device, self.budget, parameters, self._states
-        )
+        host_bytes, host_budget = bill.host_room(config, self.device, self.budget, parameters, self._states)
         self.host = HostArena(page_size, self.device, max(host_bytes, 0))
         undo.callback(self.host.close)
         self.homes = Homes(self.space, self.table, self.host, None, page_size)
+        self.host_cap = HostCap(host_budget, self.homes)
         disk_bytes = bill.disk_room(config)
         self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
         if self.disk is not None:
             undo.callback(self.disk.close)
+        wires = bill.may_wire(config, wanted, self.budget)
         self.homes.plan(
-            wanted,
-            arena_bytes=arena_bytes,
-            host_bytes=host_bytes,
-            disk_bytes=disk_bytes,
-            wires=bill.may_wire(config, wanted, self.budget),
+            wanted, arena_bytes=arena_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes, wires=wires
         )
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
@@ -172,6 +169,7 @@ class Runtime:
             pagerd=self.pagerd,
             planner=self.planner,
             paged=self.paged,
+            host_cap=self.host_cap,
             slab_frames=slab_frames,
         )
         if fits:
@@ -245,7 +243,7 @@ class Runtime:
         )
 
     def _make_engine(self) -> Engine:
-        shape, budget_bytes = measured_shape(self.disk), self.host_budget_bytes
+        shape, cap = measured_shape(self.disk), self.host_cap
         transfers = Transfers(
             device=self.device,
             table=self.table,
@@ -255,7 +253,7 @@ class Runtime:
             counters=self.counters,
             ring_shape=shape,
             # As much again as the ring, or what the budget leaves: a model whose disk fails is to be saved.
-            spare_room=lambda: max(shape.num_bytes, budget_bytes - process_bytes()),
+            spare_room=lambda: max(shape.num_bytes, cap.budget_bytes - process_bytes()),
             disk_inline=self.config.checks.streams if self.config.checks.daemon == "inline" else None,
         )
         return Engine(
@@ -417,7 +415,7 @@ class Runtime:
             device_budget_bytes=self.budget.limit_bytes,
             host_bytes=self.host.reserved_bytes,
             peak_host_bytes=self.host.peak_reserved_bytes,
-            host_budget_bytes=self.host_budget_bytes,
+            host_budget_bytes=self.host_cap.budget_bytes,
             disk_bytes=self.disk.used_bytes if self.disk is not None else 0,
             peak_disk_bytes=self.disk.peak_bytes if self.disk is not None else 0,
             disk_budget_bytes=self.disk.budget_bytes if self.disk is not None else 0,
