@@ -107,10 +107,7 @@ class HostCap:
         before = process_bytes()
         for release in (gc.collect, _trim_heap, self._homes.release_host):
             release()
-            if (
-                process_bytes() <= LOW * self.budget_bytes
-                and free_host_bytes() >= LEAST_FREE * host_limit_bytes()
-            ):
+            if process_bytes() <= LOW * budget_bytes and free_host_bytes() >= LEAST_FREE * host_limit_bytes():
                 break
         logger.info(
             "host memory: %s; gave back %s that was pageable",
