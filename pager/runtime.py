@@ -137,6 +137,7 @@ class Runtime:
         self.homes.plan(
             wanted, arena_bytes=arena_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes, wires=wires
         )
+        bill.state_movement(wanted, self.homes)
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )
