@@ -50,8 +50,11 @@ class Rig:
         disk_inline: str | None = "early",
         ring: tuple[int, int] = (16, 4),
         num_threads: int = 3,
+        spare_pages: int = 0,
     ) -> None:
-        """``disk_inline``: see `pager.engine.disk_queue`; None: threads. ``ring``: frames of a slot, and slots."""
+        """``disk_inline``: see `pager.engine.disk_workers`; None: threads. ``ring``: frames of a slot, and slots.
+        ``spare_pages``: what may be kept in host memory when the disk fails.
+        """
         homes = homes or [Home.HOST] * len(sizes)
         self.device = device or SimulatedDevice(streams, check_races=check_races, skip_wait=skip_wait)
         self.space = AddressSpace(PAGE)
@@ -71,6 +74,7 @@ class Rig:
             disk=self.disk,
             counters=self.counters,
             ring_shape=RingShape(ring[0] * PAGE, ring[1], num_threads),
+            spare_room=lambda: spare_pages * PAGE,
             disk_inline=disk_inline,
         )
         self.engine = Engine(

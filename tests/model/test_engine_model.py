@@ -65,6 +65,7 @@ class EngineModel(RuleBasedStateMachine):
         distance=st.integers(0, 3),
         disk=st.sampled_from(["late", "early"]),
         ring=st.tuples(st.integers(1, 3), st.integers(2, 4)),
+        spare_pages=st.sampled_from([0, 3, 100]),
     )
     def start(
         self,
@@ -75,6 +76,7 @@ class EngineModel(RuleBasedStateMachine):
         distance: int,
         disk: str,
         ring: tuple[int, int],
+        spare_pages: int,
     ) -> None:
         """All segments are EMPTY but the wired one."""
         self.folder = tempfile.TemporaryDirectory()
@@ -87,6 +89,7 @@ class EngineModel(RuleBasedStateMachine):
             eviction=eviction,
             disk_inline=disk,
             ring=ring,
+            spare_pages=spare_pages,
         )
         self.newest: dict[int, Bytes | None] = dict.fromkeys(range(len(SEGMENTS)))
         self.held: list[Held] = []
@@ -282,15 +285,27 @@ class EngineModel(RuleBasedStateMachine):
         operation=st.sampled_from(["read", "write"]),
         calls=st.integers(1, 2),
         torn_bytes=st.sampled_from([0, 100]),
+        lasting=st.booleans(),
     )
-    def break_the_disk(self, operation: str, calls: int, torn_bytes: int) -> None:
-        """The next, or the next but one, read or write of the disk fails, perhaps half way."""
+    def break_the_disk(self, operation: str, calls: int, torn_bytes: int, lasting: bool) -> None:
+        """The next, or the next but one, read or write of the disk fails, perhaps half way; or all from there on."""
         disk = self.rig.disk
         assert disk is not None
         num_bytes = torn_bytes if operation == "write" else 0
         disk.faults = (
-            Fault(operation=operation, at=disk.calls[operation] + calls, num_bytes=num_bytes),  # type: ignore[arg-type]
+            Fault(
+                operation=operation,  # type: ignore[arg-type]
+                at=disk.calls[operation] + calls,
+                num_bytes=num_bytes,
+                lasting=lasting,
+            ),
         )
+
+    @rule()
+    def repair_the_disk(self) -> None:
+        """It works again."""
+        assert self.rig.disk is not None
+        self.rig.disk.faults = ()
 
     @rule()
     def everything_has_a_good_copy(self) -> None:
