@@ -65,7 +65,7 @@ class Engine(Faults):
         self.drain()
         with self.lock:
             while any(run.leaving or not run.issued for run in self._runs[segment.index]):
-                self.changed.wait()
+                self.wait_for_change(stalls=False)
             for run in list(self._runs[segment.index]):
                 self._orphan(run)
             states = self.table.state[segment.first_page : segment.last_page]
@@ -93,8 +93,8 @@ class Engine(Faults):
 
     @whole
     def flush(self, segments: Sequence[Segment]) -> None:
-        """Write back what is dirty of these segments. A disk has it then; who reads host homes waits for the
-        link.
+        """Write back what is dirty of these segments. Who reads their homes waits for the link, or finds in the ring
+        what the disk has not got yet.
         """
         self.drain()
         with self.lock:
