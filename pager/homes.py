@@ -351,6 +351,16 @@ class Homes:
             home, frame = self._frames_for(segment.name, home, num_pages)
             self._table.settle(segment.first_page, segment.last_page, home, frame)
 
+    def unsettle(self, segment: Segment) -> None:
+        """Take back the frames of a segment that has no value; :meth:`settle` may give it others."""
+        home, frame, num_pages = self._frames_of(segment)
+        self._free(home, frame, num_pages)
+        self._table.settle(segment.first_page, segment.last_page, home, -1)
+
+    def has_host_room(self, segment: Segment) -> bool:
+        """Whether :meth:`settle` finds frames in host memory that is reserved already."""
+        return self._frames_of(segment)[0] == Home.HOST and self._host.largest_free >= segment.num_pages
+
     def _frames_for(self, name: str, home: Home, num_pages: int) -> tuple[Home, int]:
         try:
             return self._below(home, num_pages)

@@ -158,7 +158,7 @@ class Runtime:
         self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient, self.paged.settle_gradient)
         self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
-        self.on_cpu = updates_on_cpu(config.update_on, self.mmu, self.torn, self.paged.settle_gradient)
+        self.on_cpu = updates_on_cpu(config.update_on, self.mmu, self.torn, self.homes)
         self.in_backward = self.mmu.gradients.in_backward = self._updates_in_backward()
         self.residency = Residency(self.mmu, keeps_states=config.update_at == "backward")
         self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")

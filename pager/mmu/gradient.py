@@ -42,7 +42,7 @@ class Gradients:
     ) -> None:
         self._mmu = mmu
         # Gives a gradient's segment its place at home, where it has none yet.
-        self._settle = settle
+        self.settle = settle
         # Makes the binding of a parameter's gradient: a segment of the same layout and a place at home for
         # it.
         self._make = make
@@ -91,7 +91,7 @@ class Gradients:
         slot = binding.gradient
         assert slot is not None
         self._mmu.before_access([slot])
-        self._settle(slot)
+        self.settle(slot)
         self.generation += 1
         overwrite = not self._mmu.engine.has_value(slot.segment)
         if (

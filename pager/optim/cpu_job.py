@@ -152,6 +152,11 @@ class Job:
             run.waited.clear()
             run.users.clear()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is read or written for it any more."""
+        return self._handle is not None and self._handle.is_done()
+
     # -- what the binding asks of a waiting update -------------------------------------------------
 
     def run(self, binding: Binding) -> None:

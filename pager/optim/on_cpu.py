@@ -25,12 +25,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pager.errors import BudgetError
 from pager.interrupts import whole
 from pager.optim.adamw_cpu import AdamValues
 from pager.optim.cpu_job import MOMENTS, CpuUnit, Job
@@ -45,12 +44,10 @@ if TYPE_CHECKING:
     from pager.mmu.binding import Binding
     from pager.mmu.mmu import Mmu
     from pager.optim.adopted import AdoptedOptimizer
+    from pager.optim.gradient_homes import GradientHomes
     from pager.optim.torn import Torn
 
 _LINK_BYTES = 64 * 2**20
-# Steps after which a share that was found to be larger asks for no more memory: homes of gradients are page-locked, and
-# the rates that the share follows never stand quite still. By then they are those of warm threads and touched pages.
-_RESERVING_STEPS = 8
 # In the first steps the kernel is compiled and its pages are touched for the first time: what they were late by says
 # nothing of the others.
 _WARM_UP_STEPS = 4
@@ -61,15 +58,13 @@ _STEADY_SHARE = 0.1
 class CpuUpdates:
     """The CPU's part of the updates of one managed model."""
 
-    def __init__(
-        self, mmu: Mmu, torn: Torn, *, share: float | None, settle: Callable[[Binding], None]
-    ) -> None:
-        """``share``: of the elements to update here, None to find it; ``settle`` gives a gradient its home."""
+    def __init__(self, mmu: Mmu, torn: Torn, gradient_homes: GradientHomes, *, share: float | None) -> None:
+        """``share``: of the elements to update here, None to find it."""
         self._mmu = mmu
         self._engine = mmu.engine
         self._torn = torn
         self._fixed_share = share
-        self._settle = settle
+        self._gradient_homes = gradient_homes
         self._share = 0.0
         # What the assignment was made for.
         self._assigned_share = 0.0
@@ -121,19 +116,15 @@ class CpuUpdates:
             return
         self.assigned.clear()
         self._assigned_share, self._assigned_order = self._share, [binding for binding, *_ in order]
-        reserves = self._fixed_share is not None or self._num_assignments <= _RESERVING_STEPS
+        gradients = [binding.gradient for binding, *_ in order if binding.gradient is not None]
         diffusion = Diffusion(self._share, total)
         for binding, adopted, group in entries:
             num_elements = binding.segment.num_elements
             if not diffusion.is_due(num_elements) or not self._can_update(binding, adopted, group):
                 continue
             assert binding.gradient is not None
-            if not reserves and not self._has_home(binding.gradient):
-                continue
-            try:
-                self._settle(binding.gradient)
-            except BudgetError:
-                break  # host memory has no room for one more gradient
+            if not self._will_have_home(binding.gradient, gradients):
+                break  # host memory has no room for it
             self.assigned.add(binding)
             diffusion.take(num_elements)
 
@@ -146,8 +137,12 @@ class CpuUpdates:
             and all(self._can_update(*entry) for entry in entries if entry[0] in self.assigned)
         )
 
-    def _has_home(self, binding: Binding) -> bool:
-        return int(self._engine.table.home_frame[binding.segment.first_page]) >= 0
+    def _will_have_home(self, gradient: Binding, all_of_them: Sequence[Binding]) -> bool:
+        """Whether a gradient has a home, or will be lent one; where all go here, the CPU is behind by too many."""
+        homes = self._gradient_homes
+        if homes.has_home(gradient):
+            return True
+        return homes.reserve(all_of_them) if self._fixed_share is None else homes.settle(gradient)
 
     def _find_share(self, order: Sequence[tuple[Binding, AdoptedOptimizer, int]], total: int) -> float:
         if self._link_bytes_per_second is None:
@@ -251,6 +246,8 @@ class CpuUpdates:
         count = adopted.step_counts.of(binding, step)
         if count is None:
             return False
+        if not is_kept and not (self._gradient_homes.lend(slot) and self._is_at_home(slot)):
+            return False
         # All that can go wrong comes before anything changes.
         pool = self._threads()
         scalars = self._values(adopted, group, count + 1).scalars()
@@ -280,6 +277,7 @@ class CpuUpdates:
             adopted.masters.written(binding)
             binding.pending = job
             job.start(pool, slices)
+            self._gradient_homes.note(slot, job)
             taken.append(job)
             engine.streamed |= {state.segment.index for state in states.values()}
         return True
@@ -314,9 +312,8 @@ class CpuUpdates:
 
     def _is_at_home(self, binding: Binding) -> bool:
         """Whether the home in host memory is, or will be once flushed, where the value is."""
-        return int(self._engine.table.home[binding.segment.first_page]) == Home.HOST and self._has_home(
-            binding
-        )
+        at_home = int(self._engine.table.home[binding.segment.first_page]) == Home.HOST
+        return at_home and self._gradient_homes.has_home(binding)
 
     def _leave(self, segments: list[Segment]) -> bool:
         """Send segments home; whether none of them is on the device any more."""

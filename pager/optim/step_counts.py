@@ -33,7 +33,10 @@ class StepCounts:
         if known is not None and known.tensor is step and known.version == step._version:
             return known.steps
         value = float(step.item())
-        return int(value) if value >= 0 and value.is_integer() else None
+        if value < 0 or not value.is_integer():
+            return None
+        self.keep(binding, step, int(value))
+        return int(value)
 
     def keep(self, binding: Binding, step: torch.Tensor, count: int) -> None:
         """``step`` is ``count`` now."""

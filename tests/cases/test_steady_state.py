@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import pager
+from pager import bill
 from pager.config import Checks
 from pager.device.base import Event, Region, Stream
 from pager.device.simulated import SimulatedDevice
@@ -268,7 +269,7 @@ def test_nothing_is_brought_twice(mode: str) -> None:
 def test_a_share_of_the_cpu_that_grows_late_asks_for_no_memory(
     counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With "auto" the CPU's part follows rates that are never quite the same: within what the first steps reserved."""
+    """With "auto" the CPU's part follows rates that are never quite the same: its gradients are lent their homes."""
     share = 0.5
     monkeypatch.setattr(CpuUpdates, "_find_share", lambda *arguments: share)
     with training("backward on the CPU, masters", update_on="auto") as trained:
@@ -278,14 +279,19 @@ def test_a_share_of_the_cpu_that_grows_late_asks_for_no_memory(
         few = set(on_cpu.assigned)
         share = 0.9
         counts.begin()
+        before = trained.model.pager.statistics().host_bytes
         trained.train(1 + NUM_STEPS)
+        lent = [counts.reserved.pop(f"HostArena.{name}") for name in ("allocate", "free")]
         assert dict(counts.reserved) == {}
-        assert 0 < len(few) < len(on_cpu.assigned)  # as many as at first
+        assert trained.model.pager.statistics().host_bytes == before
+        assert min(lent) > 0
+        assert 0 < len(few) < len(on_cpu.assigned)
 
 
-def test_a_disk_does_not_grow(counts: Counts, tmp_path: Path) -> None:
+def test_a_disk_does_not_grow(counts: Counts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With homes on a disk the host waits for it; but its file stays as it is, and so does the memory."""
-    with training("step", disk=tmp_path, host_budget=2**20) as trained:
+    monkeypatch.setattr(bill, "host_room", lambda *arguments: (2**20, 2**40))
+    with training("step", disk=tmp_path) as trained:
         assert counts.reserved["DiskFile.allocate"] > 0
         before = trained.at_rest()
         trained.train(2)

@@ -1,0 +1,88 @@
+"""Host memory for gradients that go to the CPU inside backward: each has a home for as long as its update takes.
+
+With ``update_at="backward"`` gradients have no homes. One for each that the CPU updates would be page-locked for the
+whole run and used for a moment in each step. So a part of that is set aside, and lent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pager.errors import BudgetError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pager.homes import Homes
+    from pager.mmu.binding import Binding
+    from pager.mmu.mmu import Mmu
+    from pager.optim.cpu_job import Job
+
+# Of the bytes of all gradients. The CPU updates a third of them, and is behind by a part of that.
+_POOL_SHARE = 6
+# But so many of the largest, for a model that has few.
+_LEAST_GRADIENTS = 2
+
+
+class GradientHomes:
+    """The homes that gradients of one managed model have, for good or for one update."""
+
+    def __init__(self, mmu: Mmu, homes: Homes, settle: Callable[[Binding], None]) -> None:
+        """``settle`` gives a gradient a home for good."""
+        self._engine = mmu.engine
+        self._homes = homes
+        self._settle = settle
+        self._is_reserved: bool | None = None
+        self._lent: list[tuple[Binding, Job | None]] = []
+
+    def has_home(self, gradient: Binding) -> bool:
+        """Whether it has one now."""
+        return int(self._engine.table.home_frame[gradient.segment.first_page]) >= 0
+
+    def settle(self, gradient: Binding) -> bool:
+        """Have a home for it for good; False if there is no room for one."""
+        try:
+            self._settle(gradient)
+        except BudgetError:
+            return False
+        return True
+
+    def reserve(self, gradients: Iterable[Binding]) -> bool:
+        """Once: set the memory aside that is lent to ``gradients``. False if there is no room for it."""
+        if self._is_reserved is None:
+            sizes = [gradient.segment.num_bytes for gradient in gradients]
+            num_bytes = max(sum(sizes) // _POOL_SHARE, _LEAST_GRADIENTS * max(sizes, default=0))
+            try:
+                self._homes.reserve_host([num_bytes])
+                self._is_reserved = True
+            except BudgetError:
+                self._is_reserved = False
+        return self._is_reserved
+
+    def lend(self, gradient: Binding) -> bool:
+        """Have a home for it in host memory, without asking for more of that; False if none is free."""
+        if not self.has_home(gradient):
+            self._take_back()
+            if not self._homes.has_host_room(gradient.segment):
+                return False
+            if not self.settle(gradient):
+                return False
+            self._lent.append((gradient, None))
+        return True
+
+    def note(self, gradient: Binding, job: Job) -> None:
+        """What was lent is used by ``job``."""
+        self._lent = [(lent, job if lent is gradient else its_job) for lent, its_job in self._lent]
+
+    def _take_back(self) -> None:
+        """What is lent to jobs that are over. A gradient that has come to stay keeps its home."""
+        engine = self._engine
+        left: list[tuple[Binding, Job | None]] = []
+        for gradient, job in self._lent:
+            if job is not None and not job.is_over:
+                left.append((gradient, job))
+                continue
+            with engine.lock:
+                if engine.is_empty(gradient.segment):
+                    self._homes.unsettle(gradient.segment)
+        self._lent = left
