@@ -121,7 +121,7 @@ def _from_config(
             f"{path} is a Hugging Face config; reading it takes the package transformers (pip install transformers)"
         ) from error
     try:
-        config = transformers.AutoConfig.for_model(**content)
+        config = transformers.AutoConfig.for_model(**{**content, "use_cache": False})
         dtype = str(content.get("dtype") or content.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         torch_dtype = getattr(torch, dtype, None)
         if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
@@ -144,8 +144,10 @@ def _from_config(
         )
         enable({"use_reentrant": False})
     kwargs, tokens = _inputs_of(model, content, batch, seq)
+    # Every published config is called config.json; the model's name is its folder's.
+    folder = path.resolve().parent.name if path.name == "config.json" else ""
     return ModelSource(
-        name=str(content.get("_name_or_path") or path.parent.name or kind).rsplit("/", 1)[-1] or str(kind),
+        name=str(content.get("_name_or_path") or folder or path.stem).rsplit("/", 1)[-1] or str(kind),
         model=model,
         args=(),
         kwargs=kwargs,

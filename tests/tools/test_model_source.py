@@ -77,6 +77,7 @@ def test_a_hugging_face_config_is_built_and_captured(kind: str, tmp_path: Path) 
     trained = found.step.gradient_tick >= 0
     assert trained.mean() > 0.9
     assert source.tokens == (2 if kind == "vit" else 64)
+    assert source.name == tmp_path.name
 
 
 def written(tmp_path: Path, text: str) -> Path:
