@@ -95,6 +95,10 @@ def _prediction(plan: Plan) -> str:
             f", disk read {_format_bytes(predicted.disk_read_bytes or 0)}, "
             f"disk write {_format_bytes(predicted.disk_write_bytes or 0)}"
         )
+        seconds = 0.0 if plan.trace is None else plan.trace.step_seconds
+        if predicted.disk_write_bytes and seconds > 0:
+            # For the disk's endurance; in the units that disks are sold in.
+            text += f" ({predicted.disk_write_bytes * 86400 / seconds / 1e12:.3g} TB a day)"
     return text
 
 

@@ -105,7 +105,7 @@ class Handle:
         return runtime.planner.plan(
             budgets={
                 "device": runtime.page_bytes_on_device(),
-                "host": runtime.host_budget_bytes,
+                "host": runtime.host_cap.budget_bytes,
                 "disk": runtime.disk.budget_bytes if runtime.disk is not None else None,
             },
             # A fresh one: what the running one knows of the past would colour the prediction.
@@ -123,9 +123,11 @@ class Handle:
         return self._runtime.counters.resident_history()
 
     def set(self, **knobs: Any) -> None:
-        """Change ``prefetch_distance`` or ``eviction`` at the next step boundary; at once where the policy had failed.
+        """Change ``prefetch_distance`` or ``eviction`` at the next step boundary (at once where the policy had failed),
+        or ``host_budget`` now.
 
-        Raises ConfigError or TypeError at once for values that cannot work and for knobs that cannot change.
+        Raises ConfigError or TypeError at once for values that cannot work and for knobs that cannot change,
+        BudgetError for a host budget that is less than what is in use once the pageable part is given back.
         """
         self._runtime.check_open()
         self._runtime.boundary.set(**knobs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -12,14 +13,19 @@ from torch import nn
 from pager.address_space import span_elements
 from pager.config import MIN_PAGE_BYTES, Config, resolve_budget
 from pager.errors import BudgetError, ConfigError
-from pager.homes import Wanted, state_name
+from pager.graph.cost_model import Ceilings
+from pager.homes import Homes, Wanted, state_name
 from pager.host_limit import host_limit_bytes, process_bytes
+from pager.page_table import Home
+from pager.tiers.disk_probe import DEPTHS, shape_of
 from pager.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
     from pager.device.base import Device
     from pager.device_budget import DeviceBudget
     from pager.model_checks import Parameters
+
+logger = logging.getLogger("pager.bill")
 
 # States per parameter that are assumed until the optimizer is known: AdamW's two.
 ASSUMED_STATES = 2
@@ -129,7 +135,61 @@ def host_room(
     slabs = budget.limit_bytes if device.is_simulated else 0
     if device.is_simulated and config.device_budget is None:
         slabs = min(slabs, sum(item.num_bytes for item in training_state(parameters, states)))
-    return whole - max(process_bytes() - on_cpu, 0) - slabs, whole
+    ring = shape_of(max(DEPTHS)).num_bytes if config.disk is not None else 0
+    return whole - max(process_bytes() - on_cpu, 0) - slabs - ring, whole
+
+
+class Movement(NamedTuple):
+    """What a step moves at most, in bytes, and the seconds it takes at least: those of its slowest link or disk."""
+
+    page_in_bytes: int
+    page_out_bytes: int
+    disk_read_bytes: int
+    disk_write_bytes: int
+    step_seconds: float
+
+    @property
+    def disk_write_bytes_per_day(self) -> float:
+        """For the endurance of the disk: at most, since a step that computes longer is longer."""
+        return self.disk_write_bytes * 86400 / self.step_seconds if self.disk_write_bytes else 0.0
+
+
+# How often a byte that has no home on the device comes in and goes out in a step: a parameter for forward, backward
+# and update, a gradient and a state once.
+_COMES_IN = {"parameter": 3, "gradient": 1, "state": 1}
+
+
+def movement(wanted: Sequence[Wanted], homes: Homes, ceilings: Ceilings | None = None) -> Movement:
+    """What a step moves if nothing stays on the device but what is at home there. ``ceilings``: rates to assume."""
+    rates = ceilings or Ceilings()
+    come_in = {Home.HOST: 0, Home.DISK: 0}
+    go_out = {Home.HOST: 0, Home.DISK: 0}
+    for item in wanted:
+        home = homes.home_planned(item)
+        if home != Home.DEVICE:
+            come_in[home] += _COMES_IN[item.kind] * item.num_bytes
+            go_out[home] += item.num_bytes
+    seconds = max(
+        sum(come_in.values()) / rates.host_to_device_bytes_per_second,
+        sum(go_out.values()) / rates.device_to_host_bytes_per_second,
+        come_in[Home.DISK] / rates.disk_read_bytes_per_second
+        + go_out[Home.DISK] / rates.disk_write_bytes_per_second,
+    )
+    return Movement(
+        sum(come_in.values()), sum(go_out.values()), come_in[Home.DISK], go_out[Home.DISK], seconds
+    )
+
+
+def state_movement(wanted: Sequence[Wanted], homes: Homes) -> None:
+    """One INFO line before any work: what a step moves, and what that means for the disk."""
+    moved = movement(wanted, homes)
+    logger.info(
+        "a step moves at most %s in and %s out over the link, reads %s from the disk and writes %s to it%s",
+        *(format_bytes(num_bytes) for num_bytes in moved[:4]),
+        f": at {moved.step_seconds:.3g} s a step {moved.disk_write_bytes_per_day / 1e12:.3g} TB a day"
+        if moved.disk_write_bytes
+        else "",
+    )
 
 
 def disk_room(config: Config) -> int:

@@ -25,7 +25,8 @@ class Checks:
 
     streams: of the simulated device; "early" runs an operation when it is enqueued, "late" as late as its
         waits allow.
-    happens_before: check that streams and events order every two accesses to a frame (also on CUDA).
+    happens_before: check that streams and events order every two accesses to a frame (also on CUDA), and that the
+        disk gives back what it was given (a checksum per page).
     poison: overwrite freed frames with NaN bytes, so that a stale read cannot look right.
     daemon: "thread" runs pagerd on its own thread, "inline" runs it after each access on the caller's.
     arena_bytes: exactly this much for pages, whatever the budget leaves.
@@ -59,9 +60,10 @@ class Config:
     device: "auto" (CUDA when there is one), "cuda", "cuda:1", or "cpu" (the simulated device).
     device_budget: bytes, "24GiB", or a fraction of the device's memory in (0, 1]; None = 90 % of what is
         free, on the simulated device 25 % of the host memory that is free.
-    device_headroom: bytes kept free for activations beyond what was measured; "auto" = one sixteenth of the
-        budget or half of the activations, on the simulated device 0 (activations are not counted there).
-    host_budget: bytes, "48GiB", or a fraction of the smaller of physical memory and the cgroup limit.
+    device_headroom: bytes kept free for activations beyond what was measured; "auto" = one thirty-second of the
+        budget or a third of the activations, on the simulated device 0 (activations are not counted there).
+    host_budget: bytes, "48GiB", or a fraction of the smaller of physical memory and the cgroup limit. Counts the whole
+        process; ``handle.set(host_budget=...)`` changes it while the model trains.
     disk: folder for the third tier, or None for two tiers. It is used by what host memory has no room for.
     disk_budget: the most bytes to take there, or "55GiB"; None = what the folder's file system has free, less
         one tenth.

@@ -28,11 +28,11 @@ _LAZY_CONTEXT_BYTES = 384 * 2**20
 _FREE_SHARE = 0.9
 # Of a simulated device's budget that nobody gave: a share of the host memory that is free.
 _SIMULATED_SHARE = 0.25
-_HEADROOM_SHARE = 16
+_HEADROOM_SHARE = 32
 # The allocator cuts a block that was freed for a smaller tensor and cannot use the rest for a larger one. Seen with
-# batches of eight: a quarter of what activations take. Twice that beside what capture expects; a step that was
+# batches of eight: a quarter of what activations take. A third beside what capture expects; a step that was
 # measured had such pieces already, later ones may have a few more.
-_FRAGMENTS_SHARE = 2
+_FRAGMENTS_SHARE = 3
 _MORE_FRAGMENTS_SHARE = 6
 # Share of what is left for the arena before activations were measured.
 _UNMEASURED_SHARE = 2

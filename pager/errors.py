@@ -8,6 +8,7 @@
     |-- TierError             a tier did not do what was asked
     |   |-- TierFull          no frame left
     |   |-- TierIOError       the operating system refused; keeps errno (also OSError)
+    |   |   `-- DiskFull      it has no room left (also TierFull)
     |   `-- CorruptPage       bytes read are not the bytes written
     |-- PagerClosed           the handle was used after ``close()``
     |-- TornStateError        an update was given up half way; load a state dict
@@ -27,6 +28,7 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "CorruptPage",
+    "DiskFull",
     "PagerClosed",
     "PagerError",
     "PagerInternalError",
@@ -56,6 +58,10 @@ class TierFull(TierError):
 
 class TierIOError(TierError, OSError):
     """An input or output operation failed. ``errno`` and ``filename`` are kept."""
+
+
+class DiskFull(TierFull, TierIOError):
+    """The disk, or this user's quota of it, is full. ``errno`` and ``filename`` are kept."""
 
 
 class CorruptPage(TierError):

@@ -168,10 +168,42 @@ class Homes:
                 f"(host_budget less what the process takes)"
                 f"{have_disk} it misses {format_bytes(error.missing_bytes)}{also}. Raise host_budget or device_budget"
                 + self._disk_remedy(bool(have_disk))
+                + self._smallest_change(wanted, sizes, below, error.missing_bytes, host, disk)
             ) from error
         self._reserve_disk(int(sizes[homes == int(Home.DISK)].sum()) // self._page_size)
         for item, home in zip(wanted, homes, strict=True):
             self._planned[item.kind, item.name] = Home(int(home))
+
+    def _smallest_change(
+        self,
+        wanted: Sequence[Wanted],
+        sizes: np.ndarray,
+        below: np.ndarray,
+        missing_bytes: int,
+        host: int,
+        disk: int,
+    ) -> str:
+        """What alone would make it fit: more host memory, or more of a disk. Tensors are not cut, so it is tried."""
+
+        def enough(host_share: int, disk_share: int) -> int:
+            extra = missing_bytes
+            for _ in range(len(wanted)):
+                try:
+                    more = {"host": host + host_share * extra, "disk": disk + disk_share * extra}
+                    self._place(wanted, sizes, below, device=0, **more)
+                    break
+                except PlacementError as error:
+                    extra += max(error.missing_bytes, self._page_size)
+            return extra
+
+        of_host = _format_at_least(self._over_host_bytes + enough(1, 0))
+        of_disk = _format_at_least(disk + enough(0, 1))
+        other = (
+            f"disk_budget = {of_disk}"
+            if self._disk is not None or disk
+            else f"disk=PATH with {of_disk} to take"
+        )
+        return f" The smallest change that fits: host_budget larger by {of_host}, or {other}."
 
     @staticmethod
     def _disk_remedy(have_disk: bool) -> str:
@@ -259,6 +291,23 @@ class Homes:
             except TierFull as error:
                 raise BudgetError(f"pager: {error}{self._disk_remedy(self._disk is not None)}") from error
             self._spare_frames += missing
+
+    @property
+    def host_used_bytes(self) -> int:
+        """Bytes of host memory that are somebody's home."""
+        return self._host.used_bytes
+
+    def resize_host(self, extra_bytes: int) -> None:
+        """Homes may take so much more host memory, or less, than before; never less than they have."""
+        self._host.budget_bytes = max(self._host.budget_bytes + extra_bytes, self._host.reserved_bytes)
+
+    def release_host(self) -> int:
+        """Give the system back what no home is in, as far as it can be; the bytes of it."""
+        before = self._host.reserved_bytes
+        released = self._host.trim() + self._host.release_free()
+        gone = (before - self._host.reserved_bytes) // self._page_size
+        self._spare_frames = max(self._spare_frames - gone, 0)
+        return released
 
     def planned(self, kind: str, name: str) -> Home | None:
         """The home decided for a tensor, None if nothing was."""
@@ -366,10 +415,22 @@ class Homes:
         elif home == Home.DISK and self._disk is not None:
             self._disk.free(frame, num_frames)
 
+    def home_planned(self, item: Wanted) -> Home:
+        """The home that the plan gives a tensor."""
+        return self._planned.get((item.kind, item.name), Home.HOST)
+
     def report(self, wanted: Sequence[Wanted]) -> dict[str, int]:
         """Bytes per tier that the plan gives ``wanted``."""
         totals: dict[str, int] = {home.name.lower(): 0 for home in Home}
         for item in wanted:
-            home = self._planned.get((item.kind, item.name), Home.HOST)
+            home = self.home_planned(item)
             totals[home.name.lower()] += ceil_div(item.num_bytes, self._page_size) * self._page_size
         return totals
+
+
+def _format_at_least(num_bytes: int) -> str:
+    """As `format_bytes`, rounded up: who takes the number at its word has enough."""
+    unit = 1
+    while num_bytes >= 1024 * unit:
+        unit *= 1024
+    return format_bytes(ceil_div(num_bytes * 100, unit) * unit / 100)

@@ -8,6 +8,8 @@ import psutil
 
 # cgroup v1 says "no limit" with a number near 2**63.
 _NO_LIMIT = 2**60
+# Beside each limit stands what is in use.
+_USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
 def host_limit_bytes(
@@ -16,13 +18,42 @@ def host_limit_bytes(
     """Bytes this process may use at most, before anything is asked of it."""
     limit = int(psutil.virtual_memory().total)
     for path in _limit_files(root, membership):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and 0 < int(text) < _NO_LIMIT:
-            limit = min(limit, int(text))
+        limit = min(limit, _number_in(path) or limit)
     return limit
+
+
+def _number_in(path: Path) -> int | None:
+    """The limit or figure in a file; None where there is none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and 0 < int(text) < _NO_LIMIT else None
+
+
+def _reclaimable_bytes(path: Path) -> int:
+    """Bytes of a cgroup's page cache that are not in active use."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    figures = {
+        name: int(number) for name, _, number in (line.partition(" ") for line in lines) if number.isdigit()
+    }
+    return figures.get("total_inactive_file", figures.get("inactive_file", 0))
+
+
+def free_host_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process may still take before the system, or a cgroup around it, has none left: whoever took the
+    rest. What the page cache can give up counts as free.
+    """
+    free = int(psutil.virtual_memory().available)
+    for path in _limit_files(root, membership):
+        limit = _number_in(path)
+        used = _number_in(path.with_name(_USAGE[path.name]))
+        if limit is not None and used is not None:
+            free = min(free, max(limit - max(used - _reclaimable_bytes(path.with_name("memory.stat")), 0), 0))
+    return free
 
 
 def process_bytes() -> int:

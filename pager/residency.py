@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pager.residency")
 
+# The slots are set aside anew where they may have so many times the bytes.
+_RENEWED_FROM = 1.5
+
 
 class Residency:
     """Decides which parameters stay on the device, and lets go of them under pressure."""
@@ -39,8 +42,11 @@ class Residency:
         self._engine: Engine = mmu.engine
         self._chosen_for = (-1, -1)
         self._least_slot_bytes = 0
+        self._wanted_ring_bytes = 0
         self._no_slots_in = 0
         self._engine.give_up_kept = self.give_up
+        # What a step's activations take at most, as far as it is known.
+        self.activation_bytes = 0
 
     def choose(self, parameters: Iterable[Binding], optimizers: Iterable[AdoptedOptimizer]) -> None:
         """Decide for the arena as it is now, and bring what is to stay. Does nothing while the arena is the same."""
@@ -92,14 +98,23 @@ class Residency:
         """Set staging slots aside, once it is known what they are for; small ones only where the arena is small."""
         engine = self._engine
         page_size = engine.arena.page_size
-        if engine.arena.capacity_bytes == self._no_slots_in or engine.staging.num_bytes:
+        if engine.arena.capacity_bytes == self._no_slots_in:
             return
         num_slots, slot_bytes = share_arena(
-            engine.arena.capacity_bytes, page_size, least_slot_bytes=self._least_slot_bytes
+            engine.arena.capacity_bytes,
+            page_size,
+            least_slot_bytes=self._least_slot_bytes,
+            activation_bytes=self.activation_bytes,
         )
         if not num_slots:
             return
-        slot_frames = slot_bytes // page_size
+        slot_frames, wanted = slot_bytes // page_size, num_slots * slot_bytes
+        # As a rule they stay as they are; an arena that has grown by much gets others.
+        if engine.staging.num_bytes and (
+            wanted < _RENEWED_FROM * self._wanted_ring_bytes or not engine.staging.release()
+        ):
+            return
+        self._wanted_ring_bytes = wanted
         for _ in range(num_slots):
             # An optimizer that is first seen at its step finds the arena full of what the step left there.
             if engine.staging.reserve(num_slots, slot_frames) == num_slots:

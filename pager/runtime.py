@@ -30,6 +30,8 @@ from pager.errors import ConfigError, PagerClosed
 from pager.fitting import FittingModel
 from pager.graph.access_trace import AccessRow
 from pager.homes import Homes
+from pager.host_cap import HostCap
+from pager.host_limit import process_bytes
 from pager.mmu import special as _special  # noqa: F401  registers the door's special calls
 from pager.mmu.binding import Binding
 from pager.mmu.gradient import Gradients
@@ -51,6 +53,7 @@ from pager.residency import Residency
 from pager.statistics import Counters, Statistics
 from pager.step_boundary import Round, StepBoundary, fixed_distance
 from pager.tiers.device_arena import DeviceArena
+from pager.tiers.disk_probe import measured_shape
 from pager.tiers.host_arena import HostArena
 from pager.units import format_bytes
 
@@ -121,23 +124,20 @@ class Runtime:
         elif refusal is not None:
             raise refusal
         bill.check_largest(wanted, page_size, arena_bytes, self.budget)
-        host_bytes, self.host_budget_bytes = bill.host_room(
-            config, self.device, self.budget, parameters, self._states
-        )
+        host_bytes, host_budget = bill.host_room(config, self.device, self.budget, parameters, self._states)
         self.host = HostArena(page_size, self.device, max(host_bytes, 0))
         undo.callback(self.host.close)
         self.homes = Homes(self.space, self.table, self.host, None, page_size)
+        self.host_cap = HostCap(host_budget, self.homes)
         disk_bytes = bill.disk_room(config)
         self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
         if self.disk is not None:
             undo.callback(self.disk.close)
+        wires = bill.may_wire(config, wanted, self.budget)
         self.homes.plan(
-            wanted,
-            arena_bytes=arena_bytes,
-            host_bytes=host_bytes,
-            disk_bytes=disk_bytes,
-            wires=bill.may_wire(config, wanted, self.budget),
+            wanted, arena_bytes=arena_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes, wires=wires
         )
+        bill.state_movement(wanted, self.homes)
         self.arena = DeviceArena(
             self.device, page_size, arena_bytes if self.device.is_simulated else self.budget.allocator_bytes
         )
@@ -170,6 +170,7 @@ class Runtime:
             pagerd=self.pagerd,
             planner=self.planner,
             paged=self.paged,
+            host_cap=self.host_cap,
             slab_frames=slab_frames,
         )
         if fits:
@@ -243,6 +244,7 @@ class Runtime:
         )
 
     def _make_engine(self) -> Engine:
+        shape, cap = measured_shape(self.disk), self.host_cap
         transfers = Transfers(
             device=self.device,
             table=self.table,
@@ -250,6 +252,10 @@ class Runtime:
             host=self.host,
             disk=self.disk,
             counters=self.counters,
+            ring_shape=shape,
+            # As much again as the ring, or what the budget leaves: a model whose disk fails is to be saved.
+            spare_room=lambda: max(shape.num_bytes, cap.budget_bytes - process_bytes()),
+            disk_inline=self.config.checks.streams if self.config.checks.daemon == "inline" else None,
         )
         return Engine(
             device=self.device,
@@ -292,6 +298,7 @@ class Runtime:
                 self.engine.timeline.follow(trace)
             self._plan_update()
         if self.fitting is None and not self.device.is_simulated:
+            self.residency.activation_bytes = self.planner.peak_activation_bytes or 0
             bindings = self.paged.bindings.values()
             slabs.fit_activations(self.boundary, self.planner, self.table, self.arena, self.budget, bindings)
         if self.optimizers:
@@ -410,7 +417,7 @@ class Runtime:
             device_budget_bytes=self.budget.limit_bytes,
             host_bytes=self.host.reserved_bytes,
             peak_host_bytes=self.host.peak_reserved_bytes,
-            host_budget_bytes=self.host_budget_bytes,
+            host_budget_bytes=self.host_cap.budget_bytes,
             disk_bytes=self.disk.used_bytes if self.disk is not None else 0,
             peak_disk_bytes=self.disk.peak_bytes if self.disk is not None else 0,
             disk_budget_bytes=self.disk.budget_bytes if self.disk is not None else 0,

@@ -21,6 +21,7 @@ from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import ConfigError
 from pager.graph.access_trace import AccessTrace, Phase
+from pager.host_cap import HostCap
 from pager.paging import PagedModel
 from pager.planning import Planner
 from pager.policies.prefetch import auto_distance
@@ -30,7 +31,7 @@ from pager.units import format_bytes
 logger = logging.getLogger("pager.step_boundary")
 
 # Knobs that may change while the model trains.
-LIVE_KNOBS = ("prefetch_distance", "eviction")
+LIVE_KNOBS = ("prefetch_distance", "eviction", "host_budget")
 # A slab holds at least so many of the largest tensor: one in use, one on its way.
 SLAB_SEGMENTS = 2
 # Measured and planned seconds of a step may differ by so much before the plan's are scaled again.
@@ -75,9 +76,11 @@ class StepBoundary:
         pagerd: Pagerd,
         planner: Planner,
         paged: PagedModel,
+        host_cap: HostCap,
         slab_frames: int,
     ) -> None:
         self.config = config
+        self.host_cap = host_cap
         self._device = device
         self._budget = budget
         self._engine = engine
@@ -96,15 +99,20 @@ class StepBoundary:
     def set(self, **knobs: Any) -> None:
         """Change knobs at the next boundary, or now where the eviction policy had failed.
 
-        Raises at once for values that cannot work.
+        Raises at once for values that cannot work. ``host_budget`` counts from now on: what is pageable and over it is
+        given back; BudgetError, and it stays as it was, if that is not enough.
         """
         changed = self.config.replace(**knobs)
         fixed = sorted(name for name in knobs if name not in LIVE_KNOBS)
         if fixed:
+            live = f"{', '.join(LIVE_KNOBS[:-1])} and {LIVE_KNOBS[-1]}"
             raise ConfigError(
-                f"{', '.join(fixed)} cannot change while the model is managed (only {' and '.join(LIVE_KNOBS)} can); "
+                f"{', '.join(fixed)} cannot change while the model is managed (only {live} can); "
                 "close() it and manage it again"
             )
+        if "host_budget" in knobs:
+            self.host_cap.resize(self.host_cap.resolve(changed.host_budget))
+            self.config = self.config.replace(host_budget=changed.host_budget)
         self._pending.update({name: getattr(changed, name) for name in knobs})
         if "eviction" in knobs and self._engine.policy.has_failed:
             self._apply_knobs()  # no step would come to its boundary
@@ -119,6 +127,7 @@ class StepBoundary:
             self._measure_step()
             return
         counters.add(stall_seconds=self._device.drain_stall_seconds())
+        self.host_cap.look()
         self._apply_knobs()
         for name, param in self._paged.find_new():
             self._paged.take_in_late(name, param)

@@ -31,10 +31,15 @@ BoolArray = npt.NDArray[np.bool_]
 _FREE_TENSORS = 3
 _FREE_SHARE = 16
 # Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
-_RING_SHARE = 10
-_MAX_RING_BYTES = 2**30
+_RING_SHARE = 6
+_RING_BYTES = 2**30
+# Where much is computed between two gradients, the states of the next ones must have room meanwhile, or the link rests
+# while the device computes and the device while the link catches up. How much is computed shows in the activations.
+_RING_OF_ACTIVATIONS = 4
+_LARGEST_RING_SHARE = 3
+_MAX_RING_BYTES = 2**31
 _MAX_SLOT_BYTES = 384 * 2**20
-# One arrives, one is computed, one leaves, one is free.
+# As a rule: one arrives, one is computed, one leaves, one is free.
 MAX_SLOTS = 4
 
 
@@ -45,9 +50,17 @@ class ArenaShares(NamedTuple):
     slot_bytes: int
 
 
-def share_arena(arena_bytes: int, page_size: int, *, least_slot_bytes: int) -> ArenaShares:
-    """The staging slots of an arena; none where they were smaller than ``least_slot_bytes`` (0: nothing streams)."""
-    ring_bytes = min(arena_bytes // _RING_SHARE, _MAX_RING_BYTES)
+def share_arena(
+    arena_bytes: int, page_size: int, *, least_slot_bytes: int, activation_bytes: int = 0
+) -> ArenaShares:
+    """The staging slots of an arena; none where they were smaller than ``least_slot_bytes`` (0: nothing streams).
+
+    ``activation_bytes``: of a step at most, as far as it is known.
+    """
+    ring_bytes = max(
+        min(arena_bytes // _RING_SHARE, _RING_BYTES),
+        min(activation_bytes // _RING_OF_ACTIVATIONS, arena_bytes // _LARGEST_RING_SHARE, _MAX_RING_BYTES),
+    )
     if not least_slot_bytes or least_slot_bytes > ring_bytes:
         return ArenaShares(0, 0)
     slot_bytes = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least_slot_bytes) // page_size * page_size

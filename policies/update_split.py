@@ -8,7 +8,10 @@ has the seconds in which the link rests: the next forward, and the step itself.
 
 Both sides use the same host memory. Threads that race through their part at its full bandwidth leave the link half of
 its rate for a while, and then stand idle while the link alone cannot use all of the memory's: a third of them, which
-take as long as the link, are faster together (docs/decisions.md, 15).
+take as long as the link, are faster together (docs/decisions.md, 14).
+
+Which ones: spread evenly along the backward by error diffusion. In one block at its begin they would leave the link
+idle until the first gradient of those that stream.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pager.policies.staying import BoolArray, spread
+from pager.policies.staying import BoolArray
 
 # A share to measure the CPU's rate with.
 FIRST_SHARE = 0.1
@@ -25,6 +28,16 @@ MAX_SHARE = 0.75
 CPU_SPAN = 0.9
 # Of the threads there are.
 THREADS_SHARE = 1 / 3
+# Of the elements, in the order of their gradients, those among which the CPU's are. The last ones are used first in
+# the next forward, when the CPU is still at what it was given before: its last is to be used in the middle.
+LEAD = 0.6
+# Of what the CPU was late by, in elements, so much is taken off its share, but not more than a part of the whole at
+# once; after a step in which it was in time, some of what was taken off is given back.
+_LESS = 0.5
+_MOST_AT_ONCE = 0.05
+_GIVEN_BACK = 0.05
+# Nobody is exactly in time: a part of the whole.
+_IN_TIME = 0.002
 
 
 def balanced_share(
@@ -56,21 +69,60 @@ def balanced_share(
     return min(share, streamed_share, MAX_SHARE)
 
 
-def cpu_part(num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: bool) -> BoolArray:
+def less_share(less: float, *, late_seconds: float, elements_per_second: float, num_elements: int) -> float:
+    """By how much the CPU's share is to be below the balance, which knows neither what the training waits for nor how
+    fast the link is beside the CPU.
+
+    ``less``: the same of the last step; ``late_seconds``: the training stood still for in that step.
+    """
+    late = late_seconds * elements_per_second / max(num_elements, 1)
+    if late <= _IN_TIME:
+        return (1 - _GIVEN_BACK) * less
+    return min(less + min(_LESS * late, _MOST_AT_ONCE), MAX_SHARE)
+
+
+class Diffusion:
+    """Chooses parameters, in the order of their gradients, so that at each point about the same share was chosen."""
+
+    def __init__(self, share: float, num_elements: int, *, lead: float = LEAD) -> None:
+        """``share``: of ``num_elements``, those of all parameters; ``lead``: among so many of the first of them."""
+        lead = max(lead, share)
+        self._density = share / lead
+        self._left = lead * num_elements
+        self._owed = 0.0
+
+    def is_due(self, num_elements: int) -> bool:
+        """Whether the next parameter, of ``num_elements``, is to be chosen; if it is not, a later one is."""
+        self._owed += self._density * min(num_elements, self._left)
+        self._left -= min(num_elements, self._left)
+        return self._owed >= num_elements / 2
+
+    def take(self, num_elements: int) -> None:
+        """It was chosen."""
+        self._owed -= num_elements
+
+
+def cpu_part(
+    num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: bool, lead: float = LEAD
+) -> BoolArray:
     """bool: which parameters the CPU updates, about ``wanted_elements`` of all elements.
 
-    ``num_elements``: of each parameter that it can update, in the order in which their gradients come. Not ``evenly``:
-    those that come first, which are used last in the next forward, so that the CPU has the most time for them; right
-    where all updates begin at once, after backward. ``evenly``: spread over backward, so that the link has something
-    to stream all the time (docs/decisions.md, 31). A share that moves a little then moves nearly all of the choice: a
-    caller that keeps something for each (homes for gradients) keeps the share.
+    ``num_elements``: of each parameter that it can update, in the order in which their gradients come. ``evenly``: as
+    `Diffusion` chooses, with ``lead``; else those that come first, which are used last in the next forward.
     """
     sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
-    if evenly:
-        return spread(sizes, wanted_elements)
-    before = np.cumsum(sizes) - sizes
-    # Up to the first of which less than half is wanted.
-    return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
+    if not evenly:
+        before = np.cumsum(sizes) - sizes
+        # Up to the first of which less than half is wanted.
+        return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
+    total = int(sizes.sum())
+    diffusion = Diffusion(min(max(wanted_elements / max(total, 1), 0.0), 1.0), total, lead=lead)
+    taken = np.zeros(len(sizes), dtype=bool)
+    for index, size in enumerate(sizes.tolist()):
+        if diffusion.is_due(size):
+            diffusion.take(size)
+            taken[index] = True
+    return taken
 
 
 def num_threads_beside_link(num_threads: int) -> int:

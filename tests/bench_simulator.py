@@ -44,6 +44,8 @@ class Measured:
     gb_in: float
     gb_out: float
     cpu_share: float | None = None
+    # Whom the CPU updated at that time.
+    cpu_order: str = "last used"
 
 
 # Compute alone, in the runtime, measured the same day.
@@ -52,7 +54,6 @@ COMPUTE_SECONDS = {("3b", 1): 0.22, ("7b", 1): 0.45, ("7b", 8): 1.7}
 MEASURED = (
     Measured("7b", 24, 1, "backward", "auto", 1.185, 46, 46),
     Measured("7b", 24, 8, "backward", "auto", 2.067, 48.3, 47.7, 0.434),
-    Measured("7b", 8, 1, "backward", "auto", 1.844, 62.3, 53.2, 0.388),
     Measured("7b", 24, 1, "backward", "device", 1.46, 62, 62),
     Measured("7b", 24, 1, "step", "device", 1.894, 75, 75),
     Measured("3b", 12, 1, "backward", "device", 0.79, 33, 33),
@@ -76,6 +77,7 @@ def wanted(row: Measured, **knobs: Any) -> Wanted:
         "host_bytes": MACHINE.host_bytes,
         "update_at": row.update_at,
         "update_on": row.update_on,
+        "cpu_order": row.cpu_order,
         "compute_seconds": COMPUTE_SECONDS.get((row.model, row.batch)),
     }
     return Wanted(**(values | knobs))
@@ -133,26 +135,26 @@ PLACEMENTS = (
     *(("7b", gib, batch, "backward", "device", "states") for gib, batch in ((24, 1), (32, 1), (32, 8))),
     *(("3b", gib, batch, "backward", "device", "states") for gib, batch in ((12, 1), (16, 8))),
     *(
-        ("7b", gib, batch, "backward", "auto", "cpu_order")
+        ("7b", gib, batch, "backward", "auto", "cpu_lead")
         for gib, batch in ((8, 1), (24, 1), (24, 8), (32, 8))
     ),
     *(
-        ("3b", gib, batch, "backward", "auto", "cpu_order")
+        ("3b", gib, batch, "backward", "auto", "cpu_lead")
         for gib, batch in ((8, 1), (12, 1), (12, 8), (16, 8))
     ),
-    *(("7b", gib, batch, "step", "auto", "cpu_order") for gib, batch in ((24, 1), (32, 8))),
+    *(("7b", gib, batch, "step", "auto", "cpu_lead") for gib, batch in ((24, 1), (32, 8))),
 )
 VALUES = {
     "weights": ("spread", "belady"),
     "states": ("belady", "spread"),
-    "cpu_order": ("last used", "spread"),
+    "cpu_lead": (0.6, 1.0),
 }
 
 
 def placement() -> list[dict[str, Any]]:
     lines, rows = [], []
     for model, gib, batch, update_at, update_on, knob in PLACEMENTS:
-        row = Measured(model, gib, batch, update_at, update_on, 0, 0, 0)
+        row = Measured(model, gib, batch, update_at, update_on, 0, 0, 0, cpu_order="spread")
         found = {value: predicted(row, **{knob: value}) for value in VALUES[knob]}
         cells = [
             f"{value} {prediction.seconds:.3f}" if prediction.seconds is not None else f"{value}: -"

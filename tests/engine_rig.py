@@ -24,6 +24,7 @@ from pager.statistics import Counters
 from pager.tiers.adaptors import FaultyTier
 from pager.tiers.device_arena import DeviceArena
 from pager.tiers.disk_file import DiskFile
+from pager.tiers.disk_probe import RingShape
 from pager.tiers.host_arena import HostArena
 
 PAGE = 4096
@@ -46,7 +47,14 @@ class Rig:
         skip_wait: Callable[..., bool] | None = None,
         eviction: str = "lru",
         device: SimulatedDevice | None = None,
+        disk_inline: str | None = "early",
+        ring: tuple[int, int] = (16, 4),
+        num_threads: int = 3,
+        spare_pages: int = 0,
     ) -> None:
+        """``disk_inline``: see `pager.engine.disk_workers`; None: threads. ``ring``: frames of a slot, and slots.
+        ``spare_pages``: what may be kept in host memory when the disk fails.
+        """
         homes = homes or [Home.HOST] * len(sizes)
         self.device = device or SimulatedDevice(streams, check_races=check_races, skip_wait=skip_wait)
         self.space = AddressSpace(PAGE)
@@ -63,8 +71,11 @@ class Rig:
             table=self.table,
             arena=self.arena,
             host=self.host,
-            disk=self.disk,  # type: ignore[arg-type]
+            disk=self.disk,
             counters=self.counters,
+            ring_shape=RingShape(ring[0] * PAGE, ring[1], num_threads),
+            spare_room=lambda: spare_pages * PAGE,
+            disk_inline=disk_inline,
         )
         self.engine = Engine(
             device=self.device,
@@ -173,8 +184,10 @@ class Rig:
 
     def close(self) -> None:
         """Give everything back, in the order of the runtime."""
+        self.transfers.stop()
         for stream in (self.device.compute, self.device.h2d, self.device.d2h, self.device.poison):
             stream.synchronize()
+        self.transfers.close()
         self.host.close()
         if self.disk is not None:
             self.disk.close()

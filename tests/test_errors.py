@@ -22,6 +22,7 @@ from pager import errors
         ("TierError", (errors.PagerError,)),
         ("TierFull", (errors.TierError,)),
         ("TierIOError", (errors.TierError, OSError)),
+        ("DiskFull", (errors.TierFull, errors.TierIOError)),
         ("CorruptPage", (errors.TierError,)),
         ("PagerClosed", (errors.PagerError,)),
         ("TornStateError", (errors.PagerError,)),

@@ -42,7 +42,7 @@ LAYERS = (
     ("engine", "homes", "device_budget"),
     ("mmu",),
     ("optim", "model_checks"),
-    ("bill", "fitting", "paging", "planning", "residency", "slabs", "step_boundary"),
+    ("bill", "fitting", "host_cap", "paging", "planning", "residency", "slabs", "step_boundary"),
     ("runtime", "closing", "model_hooks"),
     ("api",),
 )

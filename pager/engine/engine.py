@@ -48,6 +48,12 @@ class Engine(Faults):
         with self.lock:
             self.table.store_home(segment.first_page, segment.last_page)
 
+    def is_empty(self, segment: Segment) -> bool:
+        """Whether nothing of the segment has a value, is on the device or on its way."""
+        with self.lock:
+            states = self.table.state[segment.first_page : segment.last_page]
+            return not self._runs[segment.index] and not states.any()
+
     @whole
     def discard(self, segment: Segment) -> None:
         """The segment has no value any more; its pages become EMPTY.
@@ -59,7 +65,7 @@ class Engine(Faults):
         self.drain()
         with self.lock:
             while any(run.leaving or not run.issued for run in self._runs[segment.index]):
-                self.changed.wait()
+                self.wait_for_change(stalls=False)
             for run in list(self._runs[segment.index]):
                 self._orphan(run)
             states = self.table.state[segment.first_page : segment.last_page]
@@ -87,8 +93,8 @@ class Engine(Faults):
 
     @whole
     def flush(self, segments: Sequence[Segment]) -> None:
-        """Write back what is dirty of these segments. A disk has it then; who reads host homes waits for the
-        link.
+        """Write back what is dirty of these segments. Who reads their homes waits for the link, or finds in the ring
+        what the disk has not got yet.
         """
         self.drain()
         with self.lock:

@@ -21,6 +21,7 @@ from pager.engine.leases import Leases
 from pager.engine.run import Run
 from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import BudgetError, PagerInternalError
+from pager.interrupts import uninterrupted
 from pager.page_table import Home, PageState
 from pager.tiers.device_arena import merge_fence
 from pager.units import ceil_div, format_bytes
@@ -54,7 +55,9 @@ class Faults(Leases):
                 run = self._find(segment, first, num_pages)
                 if run is not None:
                     if run.leaving or not run.issued:
-                        on_its_way |= not run.issued
+                        if not run.issued:
+                            on_its_way = True
+                            self.transfers.hurry(run)
                         self.wait_for_change()
                         continue
                     self._pin(run)
@@ -175,6 +178,9 @@ class Faults(Leases):
             run = self._place(segment, first, num_pages, overwrite=overwrite, sooner_than=sooner_than)
         if run is None:
             return None
+        if not demand and int(self.table.home[run.begin]) == Home.DISK:
+            self._begin_prefetch(run)
+            return run
         done = False
         try:
             if not overwrite:
@@ -182,23 +188,51 @@ class Faults(Leases):
             done = True
         finally:
             with self.lock:
-                self.moves -= 1
-                run.issued = True
                 if done and not demand:
-                    run.prefetched = True
-                    self.num_prefetched_extents += ceil_div(run.num_bytes, EXTENT_BYTES)
-                    self.num_prefetched_bytes += run.num_bytes
+                    self._count_prefetched(run)
                 if done and demand:
                     # Pinned before anybody can see it: what is to be overwritten must not be written back.
                     self._pin(run)
-                if not done:
-                    self.table.end_page_in(run.begin, run.end, success=False)
-                    # Copies may be under way into the frames; h2d's own order protects their next user.
-                    event = self.device.h2d.record()
-                    merge_fence(run.uses, {event.stream.index: event})
-                    self.forget_run(run)
-                self.changed.notify_all()
+                self._end_page_in(run, success=done)
         return run
+
+    def _begin_prefetch(self, run: Run) -> None:
+        """A page in from a disk that nobody waits for: it is published when its last copy is on the link."""
+
+        def arrived(error: BaseException | None) -> None:
+            with self.lock:
+                self._end_page_in(run, success=error is None)
+            if error is not None:
+                self.on_late_failure(error)
+
+        with self.lock:
+            self._count_prefetched(run)
+        done = False
+        with uninterrupted():
+            try:
+                self.transfers.begin_page_in([run], then=arrived)
+                done = True
+            finally:
+                if not done:
+                    with self.lock:
+                        self._end_page_in(run, success=False)
+
+    def _count_prefetched(self, run: Run) -> None:
+        run.prefetched = True
+        self.num_prefetched_extents += ceil_div(run.num_bytes, EXTENT_BYTES)
+        self.num_prefetched_bytes += run.num_bytes
+
+    def _end_page_in(self, run: Run, *, success: bool) -> None:
+        """Phase 4 (locked): others may use the run; or it failed, and is as if it had never begun."""
+        self.moves -= 1
+        run.issued = True
+        if not success:
+            self.table.end_page_in(run.begin, run.end, success=False)
+            # Copies may be under way into the frames; h2d's own order protects their next user.
+            event = self.device.h2d.record()
+            merge_fence(run.uses, {event.stream.index: event})
+            self.forget_run(run)
+        self.changed.notify_all()
 
     @contextlib.contextmanager
     def _as_demand(self) -> Iterator[None]:

@@ -81,6 +81,8 @@ class Leases:
         self.num_prefetched_extents = 0
         self.num_prefetched_bytes = 0
         self.on_access: Callable[[], None] = _nothing
+        # Told what a prefetch from a disk failed with, on the disk's thread.
+        self.on_late_failure: Callable[[BaseException], None] = self.fail
         # Segments whose pages the update brings through staging, or needs at home: nothing for pagerd.
         self.streamed: set[int] = set()
         # Segments whose homes the CPU is writing: their pages stay where they are until then.
@@ -258,7 +260,8 @@ class Leases:
     def wait_for_change(self, *, stalls: bool = True) -> None:
         """Wait until a move ends (locked; the lock is free meanwhile). ``stalls``: count it as a stall."""
         started = time.perf_counter()
-        self.changed.wait()
+        if not self.transfers.advance():
+            self.changed.wait()
         if stalls:
             self.counters.add(stall_seconds=time.perf_counter() - started)
 
@@ -271,8 +274,11 @@ class Leases:
             self.changed.notify_all()
 
     def raise_failure(self) -> None:
-        """Raise, once, what pagerd or the eviction policy failed with."""
+        """Raise, once, what pagerd, a write to the disk or the eviction policy failed with."""
         self.policy.raise_failure()
+        late = self.transfers.take_failure()
+        if late is not None:
+            self.fail(late)
         if self.failure is not None:
             with self.lock:
                 error, self.failure = self.failure, None

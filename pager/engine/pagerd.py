@@ -61,6 +61,7 @@ class Pagerd:
             weakref.finalize(self, _wake_up, self._wake)
             self._start_thread()
         engine.on_access = self.notify
+        engine.on_late_failure = self._stop
 
     def _start_thread(self) -> None:
         # The thread must not keep a model alive that nobody closed, so it holds us weakly while it waits.
@@ -188,11 +189,17 @@ class Pagerd:
         try:
             self.pump()
         except BaseException as error:  # handed to the next fault, step or close, which raise it
-            self._reason = f"{type(error).__name__}: {error}"
-            self._stopped = True
             if self._thread is None:
                 _drop_frames(error)
-            self._engine.fail(error)
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        """Bring nothing more in this step; also called by a thread of the disk."""
+        self._reason = f"{type(error).__name__}: {error}"
+        self._stopped = True
+        self._engine.fail(error)
+        with self._wake:
+            self._wake.notify_all()
 
     def end_step(self) -> None:
         """A step is over: start again after a failure that was raised to the user, unless it is one too many."""

@@ -6,7 +6,7 @@ chose:
 
 1. choose (locked)    the policy ranks the runs that may go, the arena finds the cheapest window
 2. begin (locked)     DIRTY victims become LEAVING: from now on a write to them is seen
-3. write back         their copies to the home are enqueued; a disk is waited for
+3. write back         their copies to the home are enqueued
 4. end (locked)       LEAVING becomes CLEAN, or DIRTY again if the write failed: then the error is raised and
                       nothing is lost
 5. evict (locked)     victims that nobody pinned or wrote meanwhile leave; else the caller looks again from 1

@@ -11,6 +11,7 @@ from pager.tiers.device_arena import merge_fence
 if TYPE_CHECKING:
     from pager.address_space import Segment
     from pager.device.base import Event, Stream
+    from pager.engine.disk_requests import Job
     from pager.tiers.device_arena import Fence
 
 
@@ -32,7 +33,7 @@ class Run:
     run. orphan: the segment has dropped this value; the frames go when the last lease does. rank: scratch of
     reclaim: the run's place in the eviction order, None if it may not go. version: the tensor's version
     counter when device and home were last known to agree, or a write was last
-        noted.
+        noted. arrival: the page in from a disk that fills it.
     """
 
     segment: Segment
@@ -53,6 +54,7 @@ class Run:
     escaped: bool = False
     orphan: bool = False
     version: int = 0
+    arrival: Job | None = None
     rank: int | None = None
 
     @property

@@ -13,9 +13,10 @@ of its own that nobody else sees: to the page table these pages never left their
 4. write back  the slot's runs go home (stream d2h); from here the slot is free: whoever fetches into it next waits,
                on its stream, for the events of 3 and 4
 
-The host waits for none of this, except for a disk. Until 4 the home is the truth, so a unit that fails or is
-interrupted is fetched again as if it had never begun. A home that is written by somebody else in between (a state
-dict is loaded, a user writes to a state) makes what was fetched stale: ``forget`` drops it.
+The host waits for none of this, except at 2 for what a disk has not brought yet. Until 4 the home is the truth, so a
+unit that fails or is interrupted is fetched again as if it had never begun. 4 itself cannot be refused: what a disk
+cannot take is kept in host memory, and no further unit is taken before it has. A home that is written by somebody
+else in between (a state dict is loaded, a user writes to a state) makes what was fetched stale: ``forget`` drops it.
 
 Why not the same memory as everything else: first in, first out needs no policy, no search and no holes.
 """
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from pager.address_space import Segment
     from pager.device.base import Device, Stream
+    from pager.engine.disk_requests import Job
     from pager.engine.transfer import Transfers
     from pager.tiers.device_arena import DeviceArena
 
@@ -61,6 +63,8 @@ class _Slot:
     # Whether the holder is being computed: then the slot is not dropped.
     taken: bool = False
     runs: list[Run] = field(default_factory=list)
+    # The page ins from a disk that fill some of the runs.
+    jobs: list[Job] = field(default_factory=list)
     # What the arena and reclaim ask of the owner of a block.
     rank: None = None
     is_kept: bool = True
@@ -136,10 +140,7 @@ class Staging:
         return id(holder) in self._held
 
     def fetch(self, holder: object, ranges: Sequence[Range]) -> bool:
-        """Begin to bring these pages into a free slot. False, and nothing, if there is none.
-
-        Raises TierIOError if a disk cannot be read.
-        """
+        """Begin to bring these pages into a free slot. False, and nothing, if there is none."""
         with uninterrupted(), self._lock:
             slot = next((slot for slot in self._slots if slot.holder is None), None)
             if slot is None:
@@ -157,7 +158,7 @@ class Staging:
             try:
                 read = [run for run, wanted in zip(slot.runs, ranges, strict=True) if not wanted.is_new]
                 if read:
-                    self._transfers.page_in_all(read)
+                    slot.jobs = self._transfers.begin_page_in(read)
                 done = True
             finally:
                 if not done:
@@ -173,30 +174,45 @@ class Staging:
     def take(self, holder: object, ranges: Sequence[Range]) -> list[Run] | None:
         """A unit's runs, in the order of ``ranges``, once the current stream waits for their bytes.
 
-        None if no slot can be had: others compute in all of them, or there is none.
+        None if no slot can be had: others compute in all of them, or there is none. Raises TierError if a disk cannot
+        be read, or has not taken what was written before: then the unit has not begun.
         """
-        with uninterrupted(), self._lock:
-            held = self._held.get(id(holder))
-            if held is not None and [run.segment for run in held.runs] != [r.segment for r in ranges]:
-                self._drop(held)  # fetched of other states than the unit has now
-            if not self.holds(holder):
-                if not self.has_free_slot:
-                    # The one fetched last is needed last.
-                    last = next((slot for slot in reversed(self._slots) if not slot.taken), None)
-                    if last is None:
-                        return None
-                    self._drop(last)
-                self.fetch(holder, ranges)
-            slot = self._held[id(holder)]
-            slot.taken = True
-            stream = self._device.current_stream()
-            before: Fence = {}
-            for run in slot.runs:
-                merge_fence(before, run.fence if run.ready is None else {run.ready.stream.index: run.ready})
-                run.users[stream.index] = stream
-            for event in before.values():
-                stream.wait(event, timed=True)
-            return slot.runs
+        self._transfers.check_writes(self.slot_bytes)
+        while True:
+            with uninterrupted(), self._lock:
+                slot = self._find_or_fetch(holder, ranges)
+                if slot is None:
+                    return None
+                jobs = [job for job in slot.jobs if not job.is_done or job.error is not None]
+                if not jobs:
+                    self._begin_use(slot)
+                    return slot.runs
+            for job in jobs:
+                self._transfers.join(job)
+
+    def _find_or_fetch(self, holder: object, ranges: Sequence[Range]) -> _Slot | None:
+        held = self._held.get(id(holder))
+        if held is not None and [run.segment for run in held.runs] != [r.segment for r in ranges]:
+            self._drop(held)  # fetched of other states than the unit has now
+        if not self.holds(holder):
+            if not self.has_free_slot:
+                # The one fetched last is needed last.
+                last = next((slot for slot in reversed(self._slots) if not slot.taken), None)
+                if last is None:
+                    return None
+                self._drop(last)
+            self.fetch(holder, ranges)
+        return self._held[id(holder)]
+
+    def _begin_use(self, slot: _Slot) -> None:
+        slot.taken = True
+        stream = self._device.current_stream()
+        before: Fence = {}
+        for run in slot.runs:
+            merge_fence(before, run.fence if run.ready is None else {run.ready.stream.index: run.ready})
+            run.users[stream.index] = stream
+        for event in before.values():
+            stream.wait(event, timed=True)
 
     def bytes_of(self, run: Run) -> torch.Tensor:
         """The run's bytes, uint8; good until ``write_back`` or ``give_back``."""
@@ -205,19 +221,21 @@ class Staging:
     def write_back(self, holder: object, written: Sequence[Run]) -> None:
         """The current stream has written these runs: send them home, and free the slot.
 
-        Raises TierIOError if a disk cannot be written: then the slot keeps its contents.
+        Waits where the disk has not done what it was given before. It is not refused: see the head of this file.
         """
-        with uninterrupted(), self._lock:
-            slot = self._held[id(holder)]
-            stream = self._device.current_stream()
-            self._note_use(slot, stream, written)
-            for run in written:
-                self._drop_copies(run, slot)
-            for event in self._transfers.page_out_all(written) if written else ():
+        with uninterrupted():
+            with self._lock:
+                slot = self._held[id(holder)]
+                self._note_use(slot, self._device.current_stream(), written)
+                for run in written:
+                    self._drop_copies(run, slot)
+            # The slot is taken, so that nobody else has a hand in it meanwhile.
+            event = self._transfers.page_out_all(written, must=True) if written else None
+            with self._lock:
                 if event is not None:
                     # It comes after all use of the slot, and so stands for it.
                     slot.fence = {event.stream.index: event}
-            self._free(slot)
+                self._free(slot)
 
     def give_back(self, holder: object) -> None:
         """The unit is not done: what its slot holds is worth nothing."""
@@ -261,6 +279,11 @@ class Staging:
         for run in slot.runs:
             if run.ready is not None:
                 merge_fence(slot.fence, {run.ready.stream.index: run.ready})
+        for job in slot.jobs:
+            if not job.is_done:
+                job.cancel()
+                event = self._device.h2d.record()  # of what it has sent until now
+                merge_fence(slot.fence, {event.stream.index: event})
         self._free(slot)
 
     def _free(self, slot: _Slot) -> None:
@@ -270,5 +293,6 @@ class Staging:
         slot.holder = None
         slot.taken = False
         slot.runs = []
+        slot.jobs = []
         if self._poison:
             slot.fence = self._arena.poison(slot.frame, slot.num_frames, slot.fence)

@@ -5,62 +5,44 @@ Every copy is put on the stream of its direction and ordered by events alone:
 page in  (stream h2d)   waits for the frames' fence (their former users) and the last write of the home copy
 page out (stream d2h)   waits for the last uses of the run, and for a page in that still reads the home frames
 
-A home on disk goes through a bounce buffer in host memory; there the host waits for the file, and counts it.
+A home on disk goes through the ring, in the background (`pager.engine.disk_transfer`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 from collections import deque
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from pager.device.base import Region
-from pager.interrupts import uninterrupted
+from pager.engine.disk_transfer import DiskTransfers
+from pager.interrupts import uninterrupted, whole
 from pager.page_table import Home
 from pager.tiers.device_arena import merge_fence
+from pager.tiers.disk_probe import DEFAULT_DEPTH, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pager.address_space import Segment
     from pager.device.base import Device, Event
+    from pager.engine.disk_requests import Job
     from pager.engine.run import Run
     from pager.page_table import PageTable
     from pager.statistics import Counters
+    from pager.tiers.base import BackingTier
     from pager.tiers.device_arena import DeviceArena, Fence
-    from pager.tiers.disk_file import DiskFile
+    from pager.tiers.disk_probe import RingShape
     from pager.tiers.host_arena import HostArena
 
 # One copy of 16 MiB reaches 54.6 of 55.1 GB/s (DESIGN, section 5); larger ones only delay the first event.
 EXTENT_BYTES = 16 * 2**20
 
 
-class _Bounce:
-    """One host buffer between the disk and the link, and the event after which it may be used again."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self.busy: Event | None = None
-        self.lock = threading.Lock()
-
-    def acquire(self) -> None:
-        self.lock.acquire()
-        if self.busy is not None:
-            self.busy.synchronize()
-            self.busy = None
-
-    def release(self, busy: Event | None = None) -> None:
-        self.busy = busy
-        self.lock.release()
-
-
 class Transfers:
-    """Copies runs in and out. Thread-safe: the streams are, and each bounce buffer has one user at a time."""
+    """Copies runs in and out. Thread-safe: the streams and the disk's queue are."""
 
     def __init__(
         self,
@@ -69,19 +51,32 @@ class Transfers:
         table: PageTable,
         arena: DeviceArena,
         host: HostArena,
-        disk: DiskFile | None,
+        disk: BackingTier | None,
         counters: Counters,
+        ring_shape: RingShape | None = None,
+        spare_room: Callable[[], int] = int,
+        disk_inline: str | None = None,
     ) -> None:
+        """``spare_room``, ``disk_inline``: see `pager.engine.disk_queue`."""
         self._device = device
         self._table = table
         self._arena = arena
         self._host = host
-        self._disk = disk
         self._counters = counters
         self._home_written: dict[int, Event] = {}
         self._home_read: dict[int, Event] = {}
         self._sent: deque[tuple[Event, torch.Tensor]] = deque()
-        self._bounce = _Bounce(EXTENT_BYTES) if disk is not None else None
+        self._disk: DiskTransfers | None = None
+        if disk is not None:
+            self._disk = DiskTransfers(
+                device=device,
+                arena=arena,
+                disk=disk,
+                counters=counters,
+                shape=ring_shape or shape_of(DEFAULT_DEPTH),
+                spare_room=spare_room,
+                inline=disk_inline,
+            )
 
     # -- device <- home ----------------------------------------------------------------------------
 
@@ -93,11 +88,60 @@ class Transfers:
         self.page_in_all([run], stalls=stalls)
 
     def page_in_all(self, runs: Sequence[Run], *, stalls: bool = True) -> None:
-        """The same for several runs at once: they have one event, and h2d waits once for each stream."""
-        with self._whole(runs):
-            self._page_in_all(runs, stalls=stalls)
+        """The same for several runs at once: those from host memory have one event, and h2d waits once for each
+        stream. Waits for those from a disk.
+        """
+        jobs: list[Job] = []
+        done = False
+        try:
+            with uninterrupted():  # a job that nobody knows of would fill frames that were given up
+                jobs += self.begin_page_in(runs, urgent=stalls)
+            for job in jobs:
+                self.join(job, stalls=stalls)
+            done = True
+        finally:
+            for job in jobs if not done else ():
+                job.cancel()
 
-    def _page_in_all(self, runs: Sequence[Run], *, stalls: bool) -> None:
+    def begin_page_in(
+        self,
+        runs: Sequence[Run],
+        *,
+        urgent: bool = False,
+        then: Callable[[BaseException | None], None] | None = None,
+    ) -> list[Job]:
+        """Begin :meth:`page_in_all`: the jobs of those from a disk, whose ``ready`` is set when their job is done.
+
+        ``then`` is called at the end of each job, on another thread, with what it failed with.
+        """
+        homes = [self._home(run) for run in runs]
+        jobs: list[Job] = []
+        done = False
+        try:
+            for run, (home, frame) in zip(runs, homes, strict=True):
+                if home == Home.DISK:
+                    assert self._disk is not None
+                    jobs.append(self._disk.begin_page_in(run, frame, urgent=urgent, then=then))
+            self._page_in_from_host(
+                [run for run, (home, _) in zip(runs, homes, strict=True) if home == Home.HOST]
+            )
+            done = True
+        finally:
+            for job in jobs if not done else ():
+                job.cancel()
+        self._counters.add(page_in_bytes=sum(run.num_bytes for run in runs))
+        return jobs
+
+    def join(self, job: Job, *, stalls: bool = True) -> None:
+        """Wait for a page in from a disk. Raises what it failed with."""
+        assert self._disk is not None
+        self._disk.join(job, stalls=stalls)
+
+    @whole
+    def _page_in_from_host(self, runs: Sequence[Run]) -> None:
+        """The copies and the event that tells of them are one act for a signal's handler."""
+        if not runs:
+            return
         h2d = self._device.h2d
         before: Fence = {}
         for run in runs:
@@ -107,71 +151,31 @@ class Transfers:
                 merge_fence(before, {written.stream.index: written})
         for event in before.values():
             h2d.wait(event)
-        num_bytes = 0
         for run in runs:
-            num_bytes += run.num_bytes
-            home, home_frame = self._home(run)
-            if home == Home.HOST:
-                # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
-                source, reads = self._host_side(home_frame, run.num_bytes)
-                target, writes = self._device_side(run.frame, run.num_bytes)
-                h2d.copy(target, source, reads=reads, writes=writes)
-            else:
-                self._read_disk_run(run, home_frame, stalls=stalls)
+            # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
+            source, reads = self._host_side(self._home(run)[1], run.num_bytes)
+            target, writes = self._device_side(run.frame, run.num_bytes)
+            h2d.copy(target, source, reads=reads, writes=writes)
         ready = h2d.record()
         for run in runs:
             run.ready = self._home_read[run.segment.index] = ready
-        self._counters.add(page_in_bytes=num_bytes)
-
-    def _whole(self, runs: Sequence[Run]) -> AbstractContextManager[Any]:
-        """A copy between device and host memory and the event that tells of it are one act for a signal's handler.
-
-        Not so where a disk is waited for: its pages are in nobody's way meanwhile.
-        """
-        at_home = all(int(self._table.home[run.begin]) == Home.HOST for run in runs)
-        return uninterrupted() if at_home else contextlib.nullcontext()
-
-    def _read_disk_run(self, run: Run, home_frame: int, *, stalls: bool) -> None:
-        for offset, num_bytes in _extents(run.num_bytes):
-            num_frames = offset // self._arena.page_size
-            target, writes = self._device_side(run.frame + num_frames, num_bytes)
-            self._read_disk(home_frame + num_frames, num_bytes, target, writes, stalls=stalls)
-
-    def _read_disk(
-        self, home_frame: int, num_bytes: int, target: torch.Tensor, writes: Region | None, *, stalls: bool
-    ) -> None:
-        assert self._disk is not None
-        assert self._bounce is not None
-        bounce = self._bounce
-        started = time.perf_counter()
-        bounce.acquire()
-        event: Event | None = None
-        try:
-            buffer = bounce.memory[:num_bytes]
-            self._disk.read(home_frame, buffer)
-            waited = time.perf_counter() - started if stalls else 0.0
-            self._counters.add(stall_seconds=waited, disk_read_bytes=num_bytes)
-            self._device.h2d.copy(target, buffer, reads=None, writes=writes)
-            event = self._device.h2d.record()
-        finally:
-            bounce.release(event)
 
     # -- device -> home ----------------------------------------------------------------------------
 
-    def page_out(self, run: Run, *, stalls: bool = True) -> Event | None:
-        """Enqueue the copies of ``run`` to its home; the event after which the home is good.
+    def page_out(self, run: Run, *, stalls: bool = True) -> Event:
+        """Enqueue the copies of ``run`` towards its home; the event after which its frames are not read any more.
 
-        None where the home is the disk: the bytes are in the file when this returns. ``stalls`` as for
-        :meth:`page_in`. Raises TierIOError.
+        A home in host memory is good then; one on disk is written in the background, and until then the ring holds
+        its value. ``stalls`` as for :meth:`page_in`. Raises TierError; then the run is as it was.
         """
-        return self.page_out_all([run], stalls=stalls)[0]
+        return self.page_out_all([run], stalls=stalls)
 
-    def page_out_all(self, runs: Sequence[Run], *, stalls: bool = True) -> list[Event | None]:
-        """The same for several runs at once: they share one event, and d2h waits once for each stream."""
-        with self._whole(runs):
-            return self._page_out_all(runs, stalls=stalls)
+    @whole
+    def page_out_all(self, runs: Sequence[Run], *, stalls: bool = True, must: bool = False) -> Event:
+        """The same for several runs at once, with one event for all. ``must``: a disk that fails refuses nothing.
 
-    def _page_out_all(self, runs: Sequence[Run], *, stalls: bool) -> list[Event | None]:
+        A copy and the event that tells of it are one act for a signal's handler.
+        """
         d2h = self._device.d2h
         before: Fence = {}
         for run in runs:
@@ -182,47 +186,23 @@ class Transfers:
         for event in before.values():
             d2h.wait(event)
         num_bytes = 0
-        at_home: list[bool] = []
+        at_home: list[Run] = []
         for run in runs:
             num_bytes += run.num_bytes
             home, home_frame = self._home(run)
-            at_home.append(home == Home.HOST)
-            if at_home[-1]:
+            if home == Home.HOST:
                 source, reads = self._device_side(run.frame, run.num_bytes)
                 target, writes = self._host_side(home_frame, run.num_bytes)
                 d2h.copy(target, source, reads=reads, writes=writes)
+                at_home.append(run)
             else:
-                self._write_disk_run(run, home_frame, stalls=stalls)
+                assert self._disk is not None
+                self._disk.page_out(run, home_frame, stalls=stalls, must=must)
         event = d2h.record()
-        for run, is_host in zip(runs, at_home, strict=True):
-            if is_host:
-                self._home_written[run.segment.index] = event
+        for run in at_home:
+            self._home_written[run.segment.index] = event
         self._counters.add(page_out_bytes=num_bytes)
-        return [event if is_host else None for is_host in at_home]
-
-    def _write_disk_run(self, run: Run, home_frame: int, *, stalls: bool) -> None:
-        for offset, num_bytes in _extents(run.num_bytes):
-            num_frames = offset // self._arena.page_size
-            source, reads = self._device_side(run.frame + num_frames, num_bytes)
-            self._write_disk(home_frame + num_frames, num_bytes, source, reads, stalls=stalls)
-
-    def _write_disk(
-        self, home_frame: int, num_bytes: int, source: torch.Tensor, reads: Region | None, *, stalls: bool
-    ) -> None:
-        assert self._disk is not None
-        assert self._bounce is not None
-        bounce = self._bounce
-        started = time.perf_counter()
-        bounce.acquire()
-        try:
-            buffer = bounce.memory[:num_bytes]
-            self._device.d2h.copy(buffer, source, reads=reads, writes=None)
-            self._device.d2h.record().synchronize()
-            self._disk.write(home_frame, buffer)
-            waited = time.perf_counter() - started if stalls else 0.0
-            self._counters.add(stall_seconds=waited, disk_write_bytes=num_bytes)
-        finally:
-            bounce.release()
+        return event
 
     # -- the host's own access to homes ------------------------------------------------------------
 
@@ -289,30 +269,63 @@ class Transfers:
         return event
 
     def read_disk_home(self, segment: Segment) -> torch.Tensor:
-        """A copy of a segment whose home is the disk, uint8 on the CPU. Raises TierIOError."""
+        """A copy of a segment whose home is the disk, uint8 on the CPU. Raises TierError."""
         assert self._disk is not None
-        out = torch.empty(segment.num_bytes, dtype=torch.uint8)
-        home_frame = int(self._table.home_frame[segment.first_page])
-        for offset, num_bytes in _extents(segment.num_bytes):
-            self._disk.read(home_frame + offset // segment.page_size, out[offset : offset + num_bytes])
-            self._counters.add(disk_read_bytes=num_bytes)
-        return out
+        return self._disk.read_home(segment, int(self._table.home_frame[segment.first_page]))
 
     def write_disk_home(self, segment: Segment, source: torch.Tensor) -> None:
-        """Write all of a segment (uint8 on the CPU) to its home on disk. Raises TierIOError."""
+        """Write all of a segment (uint8 on the CPU) to its home on disk, and wait for it. Raises TierError."""
         assert self._disk is not None
-        home_frame = int(self._table.home_frame[segment.first_page])
-        for offset, num_bytes in _extents(segment.num_bytes):
-            self._disk.write(home_frame + offset // segment.page_size, source[offset : offset + num_bytes])
-            self._counters.add(disk_write_bytes=num_bytes)
+        self._disk.write_home(segment, int(self._table.home_frame[segment.first_page]), source)
 
     def forget(self, segment: Segment) -> None:
-        """Drop the events of a segment that is no more, after they have passed."""
+        """Drop the events of a segment that is no more, after they have passed, and what the disk is to do for it."""
         for events in (self._home_written, self._home_read):
             event = events.get(segment.index)
             if event is not None:
                 event.synchronize()  # first: an interrupted wait must be known to whoever asks again
                 events.pop(segment.index, None)
+        home_frame = int(self._table.home_frame[segment.first_page])
+        if int(self._table.home[segment.first_page]) == Home.DISK and home_frame >= 0:
+            assert self._disk is not None
+            self._disk.forget(segment, home_frame)
+
+    # -- the disk's background ---------------------------------------------------------------------
+
+    def check_writes(self, num_bytes: int) -> None:
+        """Try writes to the disk again that have failed, if so much more could not be kept. Raises TierError if one
+        fails again; its bytes are safe.
+        """
+        if self._disk is not None:
+            self._disk.check_writes(num_bytes)
+
+    def hurry(self, run: Run) -> None:
+        """Somebody stands still for a run that is on its way from a disk."""
+        if self._disk is not None and run.arrival is not None:
+            self._disk.queue.hurry(run.arrival)
+
+    def take_failure(self) -> BaseException | None:
+        """What a write to the disk failed with in the background: once."""
+        return None if self._disk is None else self._disk.take_failure()
+
+    def advance(self) -> bool:
+        """Where the disk has no threads: do one thing for it; whether there was one."""
+        return self._disk is not None and self._disk.advance()
+
+    def settle(self) -> None:
+        """Wait until the disk has all that is to be written. Raises TierError; nothing is lost then."""
+        if self._disk is not None:
+            self._disk.settle()
+
+    def stop(self) -> None:
+        """Nothing is moved from or to the disk any more; what was to be written and has not been is dropped."""
+        if self._disk is not None:
+            self._disk.stop()
+
+    def close(self) -> None:
+        """Give the buffers back, after the copies that use them are over. Idempotent."""
+        if self._disk is not None:
+            self._disk.close()
 
     def _home(self, run: Run) -> tuple[int, int]:
         """The tier of a run's home, and its first frame there; a segment's home frames lie side by side."""
@@ -330,8 +343,3 @@ class Transfers:
         if self._device.checker is None:
             return memory, None
         return memory, Region("host", frame, frame + -(-num_bytes // self._arena.page_size))
-
-
-def _extents(num_bytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the extents of a run, each a multiple of every page size but the last."""
-    return [(offset, min(EXTENT_BYTES, num_bytes - offset)) for offset in range(0, num_bytes, EXTENT_BYTES)]

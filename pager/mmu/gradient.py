@@ -177,8 +177,9 @@ class Gradients:
 
         pending = slot.owner.pending
         if pending is None:
-            let_go(slot, value)
-            mmu.engine.discard(slot.segment)
+            if not mmu.engine.is_empty(slot.segment):  # it mostly is: the update has used it up
+                let_go(slot, value)
+                mmu.engine.discard(slot.segment)
         elif not pending.is_released(slot.owner):
             let_go(slot, value)
             pending.release(slot.owner)

@@ -23,6 +23,7 @@ from pager.optim.deferred import Deferred
 from pager.optim.masters import LOW, Masters
 from pager.optim.probe import Cut, ProbeResult, admit, probe_key
 from pager.optim.shadow import GroupValues, move_state
+from pager.optim.step_counts import StepCounts
 from pager.optim.torn import Torn
 from pager.optim.update import Update
 from pager.page_table import Home
@@ -81,6 +82,7 @@ class AdoptedOptimizer:
         self._in_backward = in_backward
         # What updates some of the parameters in ``step()``; in backward it is asked there.
         self.on_cpu = on_cpu if in_backward is None else None
+        self.step_counts = StepCounts()
         self._is_adopted = False
         self.masters = Masters(self, enabled=master)
         mmu.keeps_masters |= master

@@ -167,7 +167,9 @@ class Job:
                 binding.pending = None
                 if self._is_released and binding.gradient is not None:
                     self._engine.discard(binding.gradient.segment)
-            self._engine.counters.add(stall_seconds=time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._engine.counters.add(stall_seconds=seconds)
+            self._owner.was_waited_for(seconds)
 
     def is_released(self, binding: Binding) -> bool:
         """Whether the user dropped the gradient after the step. One that backward used up nobody could see."""

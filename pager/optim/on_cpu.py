@@ -2,8 +2,8 @@
 
 With ``update_on="auto"`` the states of some parameters never leave host memory. Their gradient is sent home, the pool
 of update threads (`pager.optim.cpu_pool`) steps parameter and states there in one pass, and a parameter that stays on
-the device is sent there. Which ones: those that are used last in the next forward (their gradients come first in
-backward); how many: as many as the CPU gets done beside the link (`pager.policies.update_split`, from measured rates).
+the device is sent there. Which ones: spread along the backward; how many: as many as the CPU gets done beside the link
+(`pager.policies.update_split`, from measured rates).
 
 One parameter's update, in order
 
@@ -38,7 +38,7 @@ from pager.optim.cpu_pool import UpdatePool, default_num_threads
 from pager.optim.deferred import is_viewed
 from pager.optim.masters import LOW
 from pager.page_table import Home
-from pager.policies.update_split import balanced_share, num_threads_beside_link
+from pager.policies.update_split import Diffusion, balanced_share, less_share, num_threads_beside_link
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -51,6 +51,11 @@ _LINK_BYTES = 64 * 2**20
 # Steps after which a share that was found to be larger asks for no more memory: homes of gradients are page-locked, and
 # the rates that the share follows never stand quite still. By then they are those of warm threads and touched pages.
 _RESERVING_STEPS = 8
+# In the first steps the kernel is compiled and its pages are touched for the first time: what they were late by says
+# nothing of the others.
+_WARM_UP_STEPS = 4
+# An assignment serves until the share has changed by this part of itself.
+_STEADY_SHARE = 0.1
 
 
 class CpuUpdates:
@@ -66,14 +71,18 @@ class CpuUpdates:
         self._fixed_share = share
         self._settle = settle
         self._share = 0.0
+        # What the assignment was made for.
+        self._assigned_share = 0.0
+        self._assigned_order: list[Binding] = []
         self._num_assignments = 0
         self._pool: UpdatePool | None = None
         # When the last step ended, and how long after it the first gradient came.
         self._step_ended = 0.0
         self._rest_seconds = 0.0
+        # How long the training stood still for the CPU, and by how much its share is less for it.
+        self._late_seconds = 0.0
+        self._less = 0.0
         self._lock = threading.Lock()
-        # Of each parameter its step count, and the user's tensor with the version at which it was that.
-        self._counts: dict[Binding, tuple[int, int, torch.Tensor]] = {}
         self.assigned: set[Binding] = set()
         self._busy_seconds = 0.0
         self._last_done = 0.0
@@ -98,24 +107,26 @@ class CpuUpdates:
         """A step is over: decide which parameters the next one updates here. ``order``: each with optimizer and group,
         those first that are used last.
         """
-        self._look_back()
-        candidates = [
-            (binding, adopted, index)
-            for binding, adopted, index in order
-            if self._can_update(binding, adopted, adopted.optimizer.param_groups[index])
-        ]
         total = sum(binding.segment.num_elements for binding, *_ in order)
-        if not candidates or not total:
+        self._look_back(total)
+        entries = [
+            (binding, adopted, adopted.optimizer.param_groups[index]) for binding, adopted, index in order
+        ]
+        if not any(self._can_update(*entry) for entry in entries):
             self.assigned.clear()
             return
         self._share = self._find_share(order, total) if self._fixed_share is None else self._fixed_share
         self._num_assignments += 1
-        reserves = self._fixed_share is not None or self._num_assignments <= _RESERVING_STEPS
+        if self._is_as_assigned(entries):
+            return
         self.assigned.clear()
-        left = self._share * total
-        for binding, *_ in candidates:
-            if left < binding.segment.num_elements / 2:
-                break
+        self._assigned_share, self._assigned_order = self._share, [binding for binding, *_ in order]
+        reserves = self._fixed_share is not None or self._num_assignments <= _RESERVING_STEPS
+        diffusion = Diffusion(self._share, total)
+        for binding, adopted, group in entries:
+            num_elements = binding.segment.num_elements
+            if not diffusion.is_due(num_elements) or not self._can_update(binding, adopted, group):
+                continue
             assert binding.gradient is not None
             if not reserves and not self._has_home(binding.gradient):
                 continue
@@ -124,7 +135,16 @@ class CpuUpdates:
             except BudgetError:
                 break  # host memory has no room for one more gradient
             self.assigned.add(binding)
-            left -= binding.segment.num_elements
+            diffusion.take(num_elements)
+
+    def _is_as_assigned(self, entries: Sequence[tuple[Binding, AdoptedOptimizer, Mapping[str, Any]]]) -> bool:
+        """Whether the last assignment still serves: who changes sides is fetched, or made ahead, for nothing."""
+        return (
+            bool(self.assigned)
+            and abs(self._share - self._assigned_share) <= _STEADY_SHARE * self._assigned_share
+            and self._assigned_order == [binding for binding, *_ in entries]
+            and all(self._can_update(*entry) for entry in entries if entry[0] in self.assigned)
+        )
 
     def _has_home(self, binding: Binding) -> bool:
         return int(self._engine.table.home_frame[binding.segment.first_page]) >= 0
@@ -140,7 +160,7 @@ class CpuUpdates:
                 streamed += count
                 state_bytes += sum(state.segment.num_bytes for state in states)
             sent_bytes += binding.segment.num_bytes
-        return balanced_share(
+        share = balanced_share(
             streamed_share=streamed / total,
             state_bytes=state_bytes / max(streamed, 1),
             sent_bytes=sent_bytes / total,
@@ -148,18 +168,31 @@ class CpuUpdates:
             elements_per_second=self._rate,
             rest_seconds=self._rest_seconds / total,
         )
+        return max(share - self._less, 0.0)
 
-    def _look_back(self) -> None:
-        """The CPU's rate in the step that ends."""
+    def _look_back(self, total: int) -> None:
+        """The CPU's rate in the step that ends, and whether it was late."""
         self._step_ended = time.perf_counter()
         with self._lock:
             if self._busy_seconds:
                 self._rate = self._num_elements / self._busy_seconds
             self._busy_seconds, self._num_elements = 0.0, 0
+        if self._num_assignments >= _WARM_UP_STEPS:
+            self._less = less_share(
+                self._less,
+                late_seconds=self._late_seconds,
+                elements_per_second=self._rate,
+                num_elements=total,
+            )
+        self._late_seconds = 0.0
 
     def first_gradient(self) -> None:
         """The first gradient of a step is here: until now the link had nothing to do."""
-        self._rest_seconds = time.perf_counter() - self._step_ended
+        self._rest_seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
+
+    def was_waited_for(self, seconds: float) -> None:
+        """Somebody needed a parameter that the CPU had not updated yet."""
+        self._late_seconds += seconds
 
     def _can_update(self, binding: Binding, adopted: AdoptedOptimizer, group: Mapping[str, Any]) -> bool:
         """Whether the update of a parameter is one that the CPU's kernel does, on homes in host memory."""
@@ -215,7 +248,7 @@ class CpuUpdates:
         if is_kept and (not self._is_at_home(slot) or any(map(is_viewed, (binding, slot)))):
             return False
         step = adopted.optimizer.state[binding.tensor]["step"]
-        count = self._count(binding, step)
+        count = adopted.step_counts.of(binding, step)
         if count is None:
             return False
         # All that can go wrong comes before anything changes.
@@ -239,7 +272,7 @@ class CpuUpdates:
             job = Job(self, binding, states, leaving, low_is_valid=low_is_valid, keeps_gradient=is_kept)
             slices = job.slices(pool.num_threads, scalars)
             step += 1
-            self._counts[binding] = count + 1, step._version, step
+            adopted.step_counts.keep(binding, step, count + 1)
             with engine.lock:
                 binding.bump_version()
                 if binding.run is not None:
@@ -292,15 +325,6 @@ class CpuUpdates:
         if there:
             engine.evict_segments(there)
         return not any(engine.runs_of(segment) for segment in there)
-
-    def _count(self, binding: Binding, step: torch.Tensor) -> int | None:
-        """How often the parameter was stepped, None for what is no whole number."""
-        known = self._counts.get(binding)
-        # Fused optimizers count on the device: asking there would wait for all that is enqueued.
-        if known is not None and known[2] is step and known[1] == step._version:
-            return known[0]
-        value = float(step.item())
-        return int(value) if value >= 0 and value.is_integer() else None
 
     @staticmethod
     def _values(adopted: AdoptedOptimizer, group: Mapping[str, Any], step: int) -> AdamValues:

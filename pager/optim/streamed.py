@@ -52,10 +52,7 @@ def can_stream(adopted: AdoptedOptimizer, binding: Binding, keys: Iterable[str])
         return False
     if not adopted.stages(binding):
         return False
-    homes = (int(engine.table.home[state.segment.first_page]) for state in states.values())
-    return all(home != Home.DISK for home in homes) and (
-        not live or all(engine.has_value(state.segment) for state in states.values())
-    )
+    return not live or all(engine.has_value(state.segment) for state in states.values())
 
 
 class StreamedUnit:
@@ -123,7 +120,7 @@ class StreamedUnit:
         slot = self.progress.binding.gradient
         assert slot is not None
         gradient = (slot.segment, *self.piece.pages(slot.segment))
-        at_home = int(engine.table.home[slot.segment.first_page]) == Home.HOST
+        at_home = int(engine.table.home[slot.segment.first_page]) != Home.DEVICE
         self._stages_gradient = at_home and not self._brings_gradient and not engine.runs_over(*gradient)
         ranges = self._ranges(adopted)
         if sum(wanted.num_pages for wanted in ranges) * slot.segment.page_size > engine.staging.slot_bytes:
@@ -305,7 +302,7 @@ class StreamedUnit:
 def _leaves_the_arena(engine: Engine, state: Binding) -> bool:
     """Send what the arena holds of a state home, so that its home can be read; False if it has to stay."""
     segment = state.segment
-    if state.fixed is not None or int(engine.table.home[segment.first_page]) != Home.HOST:
+    if state.fixed is not None or int(engine.table.home[segment.first_page]) == Home.DEVICE:
         return False
     if engine.runs_of(segment):
         engine.evict_segments([segment])

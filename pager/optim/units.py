@@ -83,7 +83,16 @@ class Progress:
         assert self.new_scalars is not None
         states = update.adopted.optimizer.state
         if self.new_scalars or self.binding.tensor in states:
-            _commit_state(states[self.binding.tensor], self.new_scalars)
+            self.commit_state(update, self.new_scalars)
+
+    def commit_state(self, update: Update, new: dict[str, Any]) -> None:
+        """The parameter's entry in the user's state dict becomes ``new``."""
+        live = update.adopted.optimizer.state[self.binding.tensor]
+        step = live.get("step")
+        version = step._version if isinstance(step, torch.Tensor) else 0
+        _commit_state(live, new)
+        if not update.may_skip:
+            update.adopted.step_counts.add_one(self.binding, step, version)
 
     def finish_one(self, update: Update, piece: Slice, new: dict[str, Any]) -> None:
         """A unit is done that left the state dict ``new``; with the last one the scalars become the new ones."""
@@ -99,7 +108,7 @@ class Progress:
         if len(self.done) == self.num_units:
             states = update.adopted.optimizer.state
             if self.state or self.binding.tensor in states:
-                _commit_state(states[self.binding.tensor], self.state)
+                self.commit_state(update, self.state)
             # Units that are kept for the next step must not look like a user who holds the states.
             self.state = None
             update.adopted.masters.written(self.binding)
@@ -314,7 +323,7 @@ class PagedUnit:
         if len(progress.done) == progress.num_units:
             states = update.adopted.optimizer.state
             if progress.state or progress.binding.tensor in states:
-                _commit_state(states[progress.binding.tensor], progress.state)
+                progress.commit_state(update, progress.state)
             update.adopted.masters.written(progress.binding)
 
 

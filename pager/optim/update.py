@@ -73,6 +73,8 @@ class Update:
         # GradScaler hands its scale to a fused step, which then divides the gradients in place, and some classes
         # write to them too: then the copies that were stepped go back into the gradients.
         self.writes_gradients = self.attributes.get("grad_scale") is not None
+        # With these a fused class steps nothing where a gradient is not finite.
+        self.may_skip = any(self.attributes.get(name) is not None for name in ("grad_scale", "found_inf"))
         adopted.page_existing_state()
         self._num_states = len(optimizer.state)
         self.todo: deque[SmallUnit | PagedUnit | StreamedUnit | CpuUnit] = deque(
@@ -116,8 +118,8 @@ class Update:
                     if param.grad is not None:
                         small.members.append((group_index, param, param.grad))
                     continue
-                if binding.pending is not None:  # of another optimizer, which had the parameter before
-                    binding.pending.run(binding)
+                if binding.pending is not None and self._has_gradient(binding):
+                    binding.pending.run(binding)  # of another optimizer, which had the parameter before
                 binding.mmu.gradients.take_from_graph(binding)
                 slot = binding.gradient
                 if slot is not None and adopted.engine.has_value(slot.segment):
@@ -136,6 +138,13 @@ class Update:
             else:
                 on_device.extend(self.units_of(group_index, binding))
         return [*units, *on_device]
+
+    def _has_gradient(self, binding: Binding) -> bool:
+        """Whether there is one to step with. An update inside backward that the CPU is still at left none."""
+        slot = binding.gradient
+        return binding.raw_grad() is not None or (
+            slot is not None and self.adopted.engine.has_value(slot.segment)
+        )
 
     def units_of(self, group_index: int, binding: Binding) -> list[PagedUnit] | list[StreamedUnit]:
         """The units of one parameter's update."""

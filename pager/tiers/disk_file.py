@@ -1,45 +1,53 @@
-"""One file of frames, preallocated, without a name, that dies with the process.
+"""One file of frames, preallocated, that dies with the run (`pager.tiers.disk_folder`).
 
-The file has no name from the first moment (``O_TMPFILE``), or loses it right after it is opened where the
-file system knows no nameless files. So a process that is killed leaves nothing behind, and nobody else can
-open it. All its blocks are reserved when it is made or grown: the disk cannot fill up in the middle of a step.
+All its blocks are reserved when it is made or grown: the disk cannot fill up in the middle of a step. It is read and
+written past the page cache (``O_DIRECT``) where the file system has that: what passes through here is used once a step,
+so caching it would cost host memory outside the budget and a copy. Where it has not (some tmpfs, overlayfs, network
+file systems) one warning says so. ``O_DIRECT`` wants memory, offsets and lengths in blocks of 4 KiB; who brings
+anything else (the engine does not) has it copied once.
 
 Reads and writes go on after short counts and interrupts. With ``checksum`` a CRC-32 of every page is kept in
-memory (4 bytes a page) and compared on every read. That is a loop over pages, but over pages whose 128 KiB
-are each read by ``zlib.crc32``: some 40 us a page against under 1 us for the loop.
+memory (8 bytes a page) and compared on every read. That is a loop over pages, but over pages whose 128 KiB
+are each read by ``zlib.crc32``, which lets other threads run meanwhile; docs/benchmarks.md has its cost.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
+import mmap
 import os
-import secrets
 import threading
-import weakref
 import zlib
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pager.errors import CorruptPage, PagerClosed, PagerInternalError, TierFull, TierIOError
+from pager.errors import CorruptPage, DiskFull, PagerClosed, PagerInternalError, TierFull, TierIOError
 from pager.tiers.base import check_host_bytes
+from pager.tiers.disk_folder import RunFolder
 from pager.tiers.ranges import FrameRanges
-from pager.units import format_bytes
+from pager.units import ceil_div, format_bytes
 
-# Answers of file systems and kernels that have no nameless files.
-_NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
+logger = logging.getLogger("pager.tiers.disk_file")
+
 # A full disk and a full quota.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What O_DIRECT wants memory, offsets and lengths to be multiples of; the largest block of disks in use.
+BLOCK_BYTES = 4096
 
 
 class DiskFile:
     """``num_frames`` frames of ``page_size`` bytes in a file in ``directory``, which must exist and be ours.
 
-    ``grow`` adds more, up to ``budget_bytes`` (None: there is no growing).
+    ``grow`` adds more, up to ``budget_bytes`` (None: there is no growing). ``direct``: past the page cache, if that
+    can be.
 
-    Raises TierFull where the disk has no room, TierIOError (with ``errno`` and ``filename``) for everything
-    else that the system refuses: a folder that is missing, read-only, a symbolic link, or another user's.
+    Raises DiskFull (a TierFull) where the disk has no room, TierIOError for everything else that the system refuses: a
+    folder that is missing, read-only, a symbolic link, or another user's. Both have ``errno`` and ``filename``.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class DiskFile:
         *,
         checksum: bool = False,
         budget_bytes: int | None = None,
+        direct: bool = True,
     ) -> None:
         if page_size <= 0 or num_frames < 0 or (num_frames == 0 and budget_bytes is None):
             raise ValueError(f"a disk file of {num_frames} frames of {page_size} bytes")
@@ -63,8 +72,16 @@ class DiskFile:
         self._growing = threading.Lock()
         self._ranges = FrameRanges(num_frames)
         self._checksums = _Checksums(num_frames) if checksum else None
-        self._fd = _open_nameless(self.directory, num_frames * page_size)
-        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        self._folder = RunFolder(self.directory)
+        self._fd = self._folder.fd
+        try:
+            if num_frames:
+                _reserve(self._fd, 0, num_frames * page_size, self.directory)
+                self._folder.describe(num_frames * page_size)
+        except BaseException:
+            self._folder.close()
+            raise
+        self.is_direct = direct and page_size % BLOCK_BYTES == 0 and self._go_direct()
 
     @property
     def used_bytes(self) -> int:
@@ -98,6 +115,7 @@ class DiskFile:
                     "space there"
                 )
             _reserve(self._fd, begin, num_bytes, self.directory)
+            self._folder.describe(begin + num_bytes)
             with self._lock:
                 self._ranges.grow(num_frames)
                 if self._checksums is not None:
@@ -133,63 +151,107 @@ class DiskFile:
         """
         check_host_bytes(out, "out")
         self._check_range(first_frame, out.numel())
-        view = _memory_of(out)
+        target = _aligned(out.numel()) if self._needs_copy(out) else out
+        view = _memory_of(target)
         self._read(first_frame * self.page_size, view)
         if self._checksums is not None:
-            self._verify(first_frame, view)
+            self._verify(first_frame, view[: out.numel()])
+        if target is not out:
+            out.copy_(target[: out.numel()])
 
     def write(self, first_frame: int, data: torch.Tensor) -> None:
         """Put ``data`` (contiguous 1-D uint8 on the CPU) into the frames; blocks the calling thread.
 
-        Raises TierFull or TierIOError; the frames written to are undefined then, and nothing else is changed.
+        Raises DiskFull or TierIOError; the frames written to are undefined then, and nothing else is changed.
         The checksums stay the old ones until all is written, so that a page torn half way is a CorruptPage.
         """
         check_host_bytes(data, "data")
         self._check_range(first_frame, data.numel())
-        view = _memory_of(data)
-        done = 0
-        while done < len(view):
-            try:
-                count = self._pwrite(view[done:], first_frame * self.page_size + done)
-            except OSError as error:
-                raise self._failure("write to", error) from error
-            if count == 0:
-                raise self._failure("write to", OSError(errno.EIO, "the system took no byte"))
-            done += count
+        source = data
+        if self._needs_copy(data):
+            source = _aligned(data.numel())
+            source[: data.numel()].copy_(data)
+        self._write(first_frame * self.page_size, _memory_of(source))
         if self._checksums is not None:
-            for frame, page in self._pages(first_frame, view):
-                self._checksums.note(frame, page)
+            self._checksums.note(first_frame, self._split(_memory_of(data)))
 
     def close(self) -> None:
         """Close the file, which frees its blocks. No read or write may be under way. Idempotent."""
         with self._lock:
-            self._finalizer()
+            self._folder.close()
+
+    # -- past the page cache -----------------------------------------------------------------------
+
+    def _go_direct(self) -> bool:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
+        except (OSError, AttributeError) as error:  # some systems have no such flag
+            self._warn(getattr(error, "strerror", None) or "no O_DIRECT")
+            return False
+        return True
+
+    def _go_through_the_cache(self, why: str) -> None:
+        with self._lock:
+            if not self.is_direct:
+                return
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            self.is_direct = False
+        self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        logger.warning(
+            "disk: no direct input and output in %s (%s): pages go through the system's page cache, which costs a copy "
+            "and host memory that host_budget does not count. A folder on a local disk (ext4, xfs) has it",
+            self.directory,
+            why,
+        )
+
+    def _needs_copy(self, memory: torch.Tensor) -> bool:
+        return self.is_direct and bool(memory.data_ptr() % BLOCK_BYTES or memory.numel() % BLOCK_BYTES)
+
+    # -- bytes -------------------------------------------------------------------------------------
 
     def _pread(self, view: memoryview, offset: int) -> int:
         return os.preadv(self._fd, [view], offset)
 
     def _pwrite(self, view: memoryview, offset: int) -> int:
-        return os.pwrite(self._fd, view, offset)
+        return os.pwritev(self._fd, [view], offset)
 
     def _read(self, offset: int, view: memoryview) -> None:
+        self._move("read", self._pread, offset, view, "the file ends too early")
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        self._move("write to", self._pwrite, offset, view, "the system took no byte")
+
+    def _move(self, what: str, call: Any, offset: int, view: memoryview, nothing: str) -> None:
+        """All of ``view``, however few bytes the system moves at a time."""
         done = 0
         while done < len(view):
+            direct = self.is_direct
             try:
-                count = self._pread(view[done:], offset + done)
+                count = call(view[done:], offset + done)
             except OSError as error:
-                raise self._failure("read", error) from error
+                if direct and error.errno == errno.EINVAL:
+                    self._go_through_the_cache(str(error.strerror))  # a file system that promised too much
+                    continue
+                raise self._failure(what, error) from error
             if count == 0:
-                raise self._failure("read", OSError(errno.EIO, "the file ends too early"))
+                raise self._failure(what, OSError(errno.EIO, nothing))
+            if direct and done + count < len(view) and count % BLOCK_BYTES:
+                if count < BLOCK_BYTES:
+                    self._go_through_the_cache(f"{count} bytes at a time")
+                    continue
+                count -= count % BLOCK_BYTES
             done += count
 
     def _verify(self, first_frame: int, view: memoryview) -> None:
         assert self._checksums is not None
-        for frame, page in self._pages(first_frame, view):
+        for frame, page in enumerate(self._split(view), first_frame):
             num_bytes = self._checksums.length(frame)
             if num_bytes > len(page):
                 # Only part of the last page was asked for; the checksum is that of all that was written to
                 # it.
-                page = memoryview(bytearray(num_bytes))
+                page = _memory_of(_aligned(num_bytes))
                 self._read(frame * self.page_size, page)
             if not self._checksums.matches(frame, page[:num_bytes]):
                 raise CorruptPage(
@@ -197,12 +259,11 @@ class DiskFile:
                     f"(CRC-32 of {num_bytes} bytes)"
                 )
 
-    def _pages(self, first_frame: int, view: memoryview) -> list[tuple[int, memoryview]]:
-        starts = range(0, len(view), self.page_size)
-        return [(first_frame + i, view[start : start + self.page_size]) for i, start in enumerate(starts)]
+    def _split(self, view: memoryview) -> list[memoryview]:
+        return [view[start : start + self.page_size] for start in range(0, len(view), self.page_size)]
 
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
+        if not self._folder.is_open:
             raise PagerClosed(f"the disk file in {self.directory} was closed")
 
     def _check_range(self, first_frame: int, num_bytes: int) -> None:
@@ -214,15 +275,23 @@ class DiskFile:
                     f"disk: frames {first_frame}..{first_frame + num_frames} are not in use"
                 )
 
-    def _failure(self, what: str, error: OSError) -> TierFull | TierIOError:
+    def _failure(self, what: str, error: OSError) -> TierIOError:
         if error.errno in _NO_ROOM:
-            return TierFull(
+            return DiskFull(
+                error.errno,
                 f"disk: cannot {what} {self.directory}: {error.strerror}. {_room(self.directory)}; free some, or "
-                "name another folder with disk=PATH"
+                "name another folder with disk=PATH",
+                self.directory,
             )
         return TierIOError(
             error.errno, f"disk: cannot {what} the paging file: {error.strerror}", self.directory
         )
+
+
+def _aligned(num_bytes: int) -> torch.Tensor:
+    """Zeros for at least so many bytes, as direct input and output wants them: whole pages of the system's."""
+    memory = mmap.mmap(-1, max(ceil_div(num_bytes, BLOCK_BYTES), 1) * BLOCK_BYTES)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
@@ -234,53 +303,33 @@ class _Checksums:
     """CRC-32 and length of what each page was last written. Length 0 is "nothing known"."""
 
     def __init__(self, num_frames: int) -> None:
-        self._crc = np.zeros(num_frames, dtype=np.uint32)
-        self._length = np.zeros(num_frames, dtype=np.int32)
+        self._lock = (
+            threading.Lock()
+        )  # growing copies the columns: nobody may write to the old ones meanwhile
+        self._crc: npt.NDArray[np.uint32] = np.zeros(num_frames, dtype=np.uint32)
+        self._length: npt.NDArray[np.int32] = np.zeros(num_frames, dtype=np.int32)
 
     def grow(self, num_frames: int) -> None:
-        self._crc = np.concatenate([self._crc, np.zeros(num_frames, dtype=np.uint32)])
-        self._length = np.concatenate([self._length, np.zeros(num_frames, dtype=np.int32)])
+        with self._lock:
+            self._crc = np.concatenate([self._crc, np.zeros(num_frames, dtype=np.uint32)])
+            self._length = np.concatenate([self._length, np.zeros(num_frames, dtype=np.int32)])
 
     def forget(self, first_frame: int, num_frames: int) -> None:
-        self._length[first_frame : first_frame + num_frames] = 0
+        with self._lock:
+            self._length[first_frame : first_frame + num_frames] = 0
 
-    def note(self, frame: int, page: memoryview) -> None:
-        self._crc[frame] = zlib.crc32(page)
-        self._length[frame] = len(page)
+    def note(self, first_frame: int, pages: list[memoryview]) -> None:
+        crc = np.fromiter(map(zlib.crc32, pages), np.uint32, len(pages))
+        length = np.fromiter(map(len, pages), np.int32, len(pages))
+        with self._lock:
+            self._crc[first_frame : first_frame + len(pages)] = crc
+            self._length[first_frame : first_frame + len(pages)] = length
 
     def length(self, frame: int) -> int:
         return int(self._length[frame])
 
     def matches(self, frame: int, page: memoryview) -> bool:
         return len(page) == 0 or zlib.crc32(page) == int(self._crc[frame])
-
-
-def _open_nameless(directory: str, num_bytes: int) -> int:
-    """A descriptor of a new file of ``num_bytes`` that has no name, mode 0600, closed on exec."""
-    try:
-        # The folder is opened once and the file made relative to it: what was checked is what is used.
-        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        hint = ""
-        if os.path.islink(directory):
-            hint = " (it is a symbolic link; name the folder it leads to)"
-        message = f"disk: cannot use the folder for the paging file: {error.strerror}{hint}"
-        raise TierIOError(error.errno, message, directory) from error
-    try:
-        owner = os.fstat(folder).st_uid
-        if owner not in (os.geteuid(), 0):
-            message = f"disk: the folder for the paging file belongs to user {owner}, not to {os.geteuid()}"
-            raise TierIOError(errno.EPERM, message, directory)
-        fd = _create(folder, directory)
-    finally:
-        os.close(folder)
-    try:
-        if num_bytes:
-            _reserve(fd, 0, num_bytes, directory)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _reserve(fd: int, begin: int, num_bytes: int, directory: str) -> None:
@@ -290,32 +339,9 @@ def _reserve(fd: int, begin: int, num_bytes: int, directory: str) -> None:
     except OSError as error:
         asked = f"disk: cannot reserve {format_bytes(num_bytes)} in {directory}: {error.strerror}"
         if error.errno in _NO_ROOM:
-            raise TierFull(
-                f"{asked}. {_room(directory)}; lower disk_budget or take another folder"
-            ) from error
+            message = f"{asked}. {_room(directory)}; lower disk_budget or take another folder"
+            raise DiskFull(error.errno, message, directory) from error
         raise TierIOError(error.errno, asked, directory) from error
-
-
-def _create(folder: int, directory: str) -> int:
-    try:
-        if hasattr(os, "O_TMPFILE"):
-            try:
-                return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
-            except OSError as error:
-                if error.errno not in _NO_TMPFILE:
-                    raise
-        name = f".pager-{os.getpid()}-{secrets.token_hex(8)}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o600, dir_fd=folder)
-        try:
-            os.unlink(name, dir_fd=folder)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-    except OSError as error:
-        message = f"disk: cannot make the paging file: {error.strerror}"
-        raise TierIOError(error.errno, message, directory) from error
 
 
 def _room(directory: str) -> str:

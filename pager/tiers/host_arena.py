@@ -38,6 +38,7 @@ class _Piece:
     begin: int  # first frame
     end: int
     memory: torch.Tensor  # the only long-lived tensor over the mapping; its storage owns it
+    mapping: mmap.mmap
     is_registered: bool
 
 
@@ -117,16 +118,17 @@ class HostArena:
                     f"pass the host budget of {format_bytes(self.budget_bytes)}; raise host_budget"
                 )
             self._reserving_bytes += num_bytes
-        mapped: list[tuple[torch.Tensor, bool]] = []
+        mapped: list[tuple[mmap.mmap, torch.Tensor, bool]] = []
         try:
             with self._progress(num_bytes):
                 while num_frames:
                     size = min(num_frames, self._frames_per_piece)
-                    memory = _map_memory(size * self.page_size)
-                    mapped.append((memory, self._register(memory)))
+                    mapping = _map(size * self.page_size)
+                    memory = _tensor_over(mapping)
+                    mapped.append((mapping, memory, self._register(memory)))
                     num_frames -= size
         except BaseException:
-            for memory, is_registered in mapped:
+            for _, memory, is_registered in mapped:
                 if is_registered:
                     self._device.unregister_host(memory.data_ptr())
             with self._lock:
@@ -134,11 +136,16 @@ class HostArena:
             raise
         with self._lock:
             self._reserving_bytes -= num_bytes
-            for memory, is_registered in mapped:
+            for mapping, memory, is_registered in mapped:
                 size = memory.numel() // self.page_size
                 begin = self._ranges.grow(size)
-                piece = _Piece(begin=begin, end=begin + size, memory=memory, is_registered=is_registered)
-                self._pieces[begin] = piece
+                self._pieces[begin] = _Piece(
+                    begin=begin,
+                    end=begin + size,
+                    memory=memory,
+                    mapping=mapping,
+                    is_registered=is_registered,
+                )
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def allocate(self, num_frames: int) -> int:
@@ -173,6 +180,25 @@ class HostArena:
         for piece in pieces:
             self._drop(piece)
         return sum(piece.memory.numel() for piece in pieces)
+
+    def release_free(self) -> int:
+        """Give the memory behind free frames back to the system where it is pageable; it stays reserved, and is zeros
+        when it is used again. The bytes given back; page-locked memory cannot be.
+        """
+        released = 0
+        with self._lock:
+            self._check_open()
+            for begin, end in self._ranges.holes():
+                found = self._ranges.piece_of(begin)
+                assert found is not None
+                piece = self._pieces[found[0]]
+                if not piece.is_registered:
+                    num_bytes = (end - begin) * self.page_size
+                    piece.mapping.madvise(
+                        mmap.MADV_DONTNEED, (begin - piece.begin) * self.page_size, num_bytes
+                    )
+                    released += num_bytes
+        return released
 
     def view(self, first_frame: int, num_bytes: int) -> torch.Tensor:
         """``num_bytes`` from ``first_frame`` on: a uint8 1-D tensor aliasing the arena, also after close."""
@@ -259,10 +285,15 @@ class HostArena:
             timer.join()
 
 
-def _map_memory(num_bytes: int) -> torch.Tensor:
+def map_memory(num_bytes: int) -> torch.Tensor:
+    """New memory of exactly this size from the system, zeros, aligned to its pages. Raises TierFull."""
+    return _tensor_over(_map(num_bytes))
+
+
+def _map(num_bytes: int) -> mmap.mmap:
     try:
         # Private: a shared anonymous mapping is shmem, which counts against /dev/shm's limits in containers.
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise TierFull(
             f"host: the system gives no {format_bytes(num_bytes)}: {error.strerror}; lower host_budget or "
@@ -270,5 +301,9 @@ def _map_memory(num_bytes: int) -> torch.Tensor:
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # kernels without transparent huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _tensor_over(mapping: mmap.mmap) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))

@@ -22,6 +22,7 @@ from tests.cases.plainly import MAKERS, Pair, checks
 from tests.cases.same import Report, check_equal, check_same, copied, manage, train_step
 from tests.pager.optim.waiting import (
     BUDGETS,
+    NUM_LAYERS,
     backward,
     batch,
     check_corner,
@@ -411,13 +412,13 @@ def test_parameters_that_are_not_used_in_every_step() -> None:
     """Their updates wait over several clippings of the others."""
 
     def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
-        for step, used in enumerate((12, 5, 7, 12, 3), 4):
+        for step, used in enumerate((NUM_LAYERS, 5, 7, NUM_LAYERS, 3), 4):
             model.used = used
             optimizer.zero_grad()
             backward(model, step)
             report("norm", clip(model))
             optimizer.step()
-        model.used = 12
+        model.used = NUM_LAYERS
         report("values", list(model.parameters()))
 
     check_corner(corner)

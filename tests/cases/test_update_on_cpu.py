@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pager.errors import TierError, TornStateError
 from pager.mmu.gradient import _UNSHARED, _num_references
 from pager.optim import on_cpu
 from pager.optim.adamw_cpu import CpuAdam
+from pager.optim.step_counts import StepCounts
 from pager.optim.streamed import StreamedUnit
 from pager.optim.update import Update
 from tests.races.scenarios import handle_of
@@ -117,14 +119,16 @@ def test_trains_as_plain_torch_does(
     check_close(model, plain)
 
 
-def test_bf16_with_masters(jobs: Jobs) -> None:
+@pytest.mark.parametrize("where", ["cpu", "auto"])
+@pytest.mark.parametrize("update_at", ["step", "backward"])
+def test_bf16_with_masters(update_at: str, where: str, jobs: Jobs) -> None:
     """The weight is its master rounded: a last bit of the master seldom shows."""
     plain, model = make_model(torch.bfloat16), make_model(torch.bfloat16)
     masters = [(p, p.detach().float().requires_grad_()) for p in plain.parameters()]
     of_plain = torch.optim.AdamW([master for _, master in masters], lr=1e-3)
     optimizer = adamw(model)
-    handle = manage(model, optimizer, "400KiB", master="float32")
-    for x in batches(5, torch.bfloat16):
+    handle = manage(model, optimizer, "400KiB", master="float32", update_at=update_at, update_on=where)
+    for x in batches(6, torch.bfloat16):
         backward(plain, x)
         backward(model, x)
         for param, master in masters:
@@ -137,13 +141,17 @@ def test_bf16_with_masters(jobs: Jobs) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert jobs.names
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        differing = (ours.detach() != theirs.detach()).float().mean()
-        assert differing < 1e-3
+    shown = optimizer.state_dict()["state"]
+    for index, (param, master) in enumerate(masters):
+        ours = list(model.parameters())[index]
+        assert (ours.detach() != param.detach()).float().mean() < 1e-3
+        for key, theirs in of_plain.state[master].items():
+            torch.testing.assert_close(shown[index][key].to(theirs.dtype), theirs, rtol=1e-4, atol=1e-8)
     handle.close()
 
 
-def test_the_share_is_a_part_and_those_used_last_first(jobs: Jobs) -> None:
+def test_the_share_is_a_part_and_spread(jobs: Jobs) -> None:
+    """A tenth of eight layers, before the CPU's rate is known: one, where half of it is due; not the one used first."""
     model = make_model()
     optimizer = adamw(model)
     handle = manage(model, optimizer, BUDGETS["staying"], update_on="auto")
@@ -151,9 +159,8 @@ def test_the_share_is_a_part_and_those_used_last_first(jobs: Jobs) -> None:
         backward(model, x)
         optimizer.step()
         optimizer.zero_grad()
-    first = jobs.names[0]
-    assert first == f"{NUM_LAYERS - 1}.0.weight"
-    assert len(set(jobs.names)) < NUM_LAYERS
+    assert jobs.names[0] == "5.0.weight"
+    assert not {"0.0.weight"} & set(jobs.names)
     handle.close()
 
 
@@ -451,4 +458,104 @@ def test_a_new_value_that_does_not_reach_the_device_tears_the_model(
     with pytest.raises(TornStateError, match="unplugged"):
         handle._runtime.torn.check()
     assert not handle._runtime.engine.being_written
+    handle.close()
+
+
+def load_states(model: nn.Module, optimizer: Any) -> Any:
+    """The states as they are."""
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer.state_dict()
+
+
+def write(model: nn.Module, optimizer: Any) -> Any:
+    """Into a weight."""
+    with torch.no_grad():
+        model.get_parameter("6.0.weight").mul_(2)
+    return model.get_parameter("6.0.weight").detach().clone()
+
+
+# With a model and its optimizer: what a user may do after step(), and what is found.
+LOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "parameter": lambda model, optimizer: model.get_parameter("6.0.weight").detach().clone(),
+    "state": lambda model, optimizer: optimizer.state[model.get_parameter("6.0.weight")]["exp_avg"].clone(),
+    "step count": lambda model, optimizer: float(optimizer.state[model.get_parameter("6.0.weight")]["step"]),
+    "state_dict": lambda model, optimizer: copy.deepcopy(dict(model.state_dict())),
+    "optimizer": lambda model, optimizer: copy.deepcopy(optimizer.state_dict()),
+    "copy": lambda model, optimizer: dict(copy.deepcopy(model).state_dict()),
+    "forward": lambda model, optimizer: model(next(batches(1))).detach().clone(),
+    "load": load_states,
+    "write": write,
+    "step again": lambda model, optimizer: optimizer.step(),
+    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_the_step_of_updates_in_backward_does_not_wait_for_the_cpu(
+    look: str, budget: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends while the CPU is at work; who looks sees what it will have done."""
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS[budget], update_at="backward")
+    train(plain, optimizers[0], 2)
+    train(model, optimizers[1], 2)
+    gate = Gate(monkeypatch)
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        backward(each, next(batches(1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.get_parameter("6.0.weight")._pager.pending is not None  # type: ignore[attr-defined]
+    opening = threading.Timer(0.2, gate.opened.set)
+    opening.start()
+    expected, found = LOOKS[look](plain, optimizers[0]), LOOKS[look](model, optimizers[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    opening.join()
+    train(plain, optimizers[0], 2)
+    train(model, optimizers[1], 2)
+    check_close(model, plain)
+    handle.close()
+    check_close(model, plain)
+
+
+def test_who_changes_sides_is_asked_for_its_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the count is on the device, to read it is to wait for the device."""
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS["staying"], update_on="auto", update_at="backward")
+    shares = itertools.cycle([0.2, 0.7, 0.4])
+    monkeypatch.setattr(on_cpu.CpuUpdates, "_find_share", lambda *arguments: next(shares))
+    asked: list[int] = []
+    of, item = StepCounts.of, torch.Tensor.item
+    inside: list[int] = []
+
+    def counting_of(counts: StepCounts, *arguments: Any) -> int | None:
+        inside.append(1)
+        try:
+            return of(counts, *arguments)
+        finally:
+            inside.pop()
+
+    def counting_item(tensor: Tensor) -> Any:
+        asked.extend(inside)
+        return item(tensor)
+
+    monkeypatch.setattr(StepCounts, "of", counting_of)
+    monkeypatch.setattr(torch.Tensor, "item", counting_item)
+    assigned = []
+    for number, x in enumerate(batches(12)):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            backward(each, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        assigned.append(len(handle._runtime.in_backward.on_cpu.assigned))
+        if number == 5:
+            assert asked
+            asked.clear()
+    assert len(set(assigned[-3:])) == 3
+    assert not asked
+    check_close(model, plain)
+    counts = [float(optimizers[1].state[p]["step"]) for p in model.parameters()]
+    assert counts == [12.0] * len(counts)
     handle.close()

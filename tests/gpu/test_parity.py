@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import pager
+from pager import bill
 from pager.config import Checks
 from tests import models
 
@@ -93,8 +95,16 @@ def check_equal(left: list[list[torch.Tensor]], right: list[list[torch.Tensor]])
 
 
 def check_parity(
-    name: str, optimizer: str, mode: str, share: float, dtype: torch.dtype, **checks: Any
-) -> None:
+    name: str,
+    optimizer: str,
+    mode: str,
+    share: float,
+    dtype: torch.dtype,
+    *,
+    knobs: dict[str, Any] | None = None,
+    **checks: Any,
+) -> pager.Statistics:
+    """Train with and without; the statistics of the managed run."""
     build = models.BUILDERS[name]
     plain = build()
     plain.model.to("cuda", dtype)
@@ -104,7 +114,12 @@ def check_parity(
     arena = int(state_bytes(managed.model) * share) // PAGE * PAGE
     made = OPTIMIZERS[optimizer](managed.model.parameters())
     pager.manage(
-        managed.model, made, device="cuda", page_size=PAGE, checks=Checks(arena_bytes=arena, **checks)
+        managed.model,
+        made,
+        device="cuda",
+        page_size=PAGE,
+        checks=Checks(arena_bytes=arena, **checks),
+        **(knobs or {}),
     )
     got = train(managed, made, mode)
     statistics = handle_of(managed.model).statistics()
@@ -115,6 +130,21 @@ def check_parity(
     check_equal(got, expected)
     for ours, theirs in zip(managed.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(ours.detach(), theirs.detach().cpu())
+    return statistics
+
+
+@pytest.mark.parametrize("daemon", ["thread", "inline"])
+@pytest.mark.parametrize("name", ["mlp", "decoder_nonreentrant"])
+def test_half_of_the_homes_on_a_disk(
+    name: str, daemon: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process itself takes would drown the host budget of so small a model: only homes are counted."""
+    host = state_bytes(models.BUILDERS[name]().model) // 2
+    monkeypatch.setattr(bill, "host_room", lambda *arguments: (host, host))
+    statistics = check_parity(
+        name, "adamw", "plain", 0.4, torch.float32, knobs={"disk": tmp_path}, poison=True, daemon=daemon
+    )
+    assert statistics.disk_bytes > host // 2
 
 
 @pytest.mark.parametrize("name", sorted(models.BUILDERS))

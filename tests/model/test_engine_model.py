@@ -63,8 +63,21 @@ class EngineModel(RuleBasedStateMachine):
         spare_frames=st.integers(0, 4),
         trace=st.lists(segments, min_size=1, max_size=12),
         distance=st.integers(0, 3),
+        disk=st.sampled_from(["late", "early"]),
+        ring=st.tuples(st.integers(1, 3), st.integers(2, 4)),
+        spare_pages=st.sampled_from([0, 3, 100]),
     )
-    def start(self, streams: str, eviction: str, spare_frames: int, trace: list[int], distance: int) -> None:
+    def start(
+        self,
+        streams: str,
+        eviction: str,
+        spare_frames: int,
+        trace: list[int],
+        distance: int,
+        disk: str,
+        ring: tuple[int, int],
+        spare_pages: int,
+    ) -> None:
         """All segments are EMPTY but the wired one."""
         self.folder = tempfile.TemporaryDirectory()
         self.rig = Rig(
@@ -74,6 +87,9 @@ class EngineModel(RuleBasedStateMachine):
             disk_folder=self.folder.name,
             streams=streams,  # type: ignore[arg-type]
             eviction=eviction,
+            disk_inline=disk,
+            ring=ring,
+            spare_pages=spare_pages,
         )
         self.newest: dict[int, Bytes | None] = dict.fromkeys(range(len(SEGMENTS)))
         self.held: list[Held] = []
@@ -115,7 +131,9 @@ class EngineModel(RuleBasedStateMachine):
         return any(held.index == index and held.frozen is None for held in self.held)
 
     def attempt(self, operation: Callable[[], object]) -> bool:
-        """Run it; False if the disk failed or, with leases in the way, there was no room: nothing has changed then."""
+        """Run it; False if the disk failed, now or in the background before, or if with leases in the way there was no
+        room: nothing has changed then.
+        """
         try:
             operation()
         except TierIOError:
@@ -267,15 +285,27 @@ class EngineModel(RuleBasedStateMachine):
         operation=st.sampled_from(["read", "write"]),
         calls=st.integers(1, 2),
         torn_bytes=st.sampled_from([0, 100]),
+        lasting=st.booleans(),
     )
-    def break_the_disk(self, operation: str, calls: int, torn_bytes: int) -> None:
-        """The next, or the next but one, read or write of the disk fails, perhaps half way."""
+    def break_the_disk(self, operation: str, calls: int, torn_bytes: int, lasting: bool) -> None:
+        """The next, or the next but one, read or write of the disk fails, perhaps half way; or all from there on."""
         disk = self.rig.disk
         assert disk is not None
         num_bytes = torn_bytes if operation == "write" else 0
         disk.faults = (
-            Fault(operation=operation, at=disk.calls[operation] + calls, num_bytes=num_bytes),  # type: ignore[arg-type]
+            Fault(
+                operation=operation,  # type: ignore[arg-type]
+                at=disk.calls[operation] + calls,
+                num_bytes=num_bytes,
+                lasting=lasting,
+            ),
         )
+
+    @rule()
+    def repair_the_disk(self) -> None:
+        """It works again."""
+        assert self.rig.disk is not None
+        self.rig.disk.faults = ()
 
     @rule()
     def everything_has_a_good_copy(self) -> None:
@@ -284,6 +314,9 @@ class EngineModel(RuleBasedStateMachine):
         rig.engine.drain()
         rig.device.h2d.synchronize()
         rig.device.d2h.synchronize()
+        on_their_way = {
+            page for run in rig.engine.resident_runs() if not run.issued for page in range(run.begin, run.end)
+        }
         for index, newest in self.newest.items():
             segment = rig.segments[index]
             if newest is None:
@@ -296,7 +329,7 @@ class EngineModel(RuleBasedStateMachine):
                     index
                 ):
                     np.testing.assert_array_equal(self.at_home(number, len(expected)), expected)
-                if state != PageState.ABSENT:
+                if state != PageState.ABSENT and number not in on_their_way:
                     frame = rig.arena.bytes_of(int(rig.table.frame[number]), len(expected))
                     np.testing.assert_array_equal(frame.numpy(), expected)
 
@@ -314,6 +347,12 @@ class EngineModel(RuleBasedStateMachine):
         if int(self.rig.table.home[page]) == Home.HOST:
             return self.rig.host.view(frame, num_bytes).numpy()
         assert self.rig.disk is not None
+        assert self.rig.transfers._disk is not None
+        for write in reversed(self.rig.transfers._disk.queue._held):
+            if write.begin <= frame < write.end:
+                # The ring has it as long as the disk has not.
+                begin = (frame - write.begin) * PAGE
+                return write.slot.memory[begin : begin + num_bytes].numpy()
         out = torch.empty(num_bytes, dtype=torch.uint8)
         self.rig.disk.inner.read(frame, out)
         return out.numpy()

@@ -225,3 +225,90 @@ def test_the_headroom_that_takes_the_largest_tensors_room_is_named() -> None:
     )
     with pytest.raises(BudgetError, match=r"device_headroom 288.00 KiB.* or lower device_headroom"):
         bill.check_largest([Wanted("parameter", "w", WEIGHT_BYTES)], PAGE, 2 * PAGE, budget)
+
+
+# -- what a step moves -------------------------------------------------------------------------------------------------
+
+
+class FakeHomes:
+    """Homes by kind."""
+
+    def __init__(self, **homes: Home) -> None:
+        self.homes = homes
+
+    def home_planned(self, item: Wanted) -> Home:
+        """As the homes."""
+        return self.homes[item.kind]
+
+
+@pytest.mark.parametrize(
+    ("homes", "expected"),
+    [
+        ((Home.DEVICE, Home.DEVICE, Home.DEVICE), (0, 0, 0, 0)),
+        ((Home.DEVICE, Home.HOST, Home.HOST), (50, 50, 0, 0)),
+        ((Home.HOST, Home.HOST, Home.DISK), (80, 60, 40, 40)),
+        ((Home.DISK, Home.HOST, Home.HOST), (80, 60, 30, 10)),
+    ],
+)
+def test_what_a_step_moves_over_each_link(homes: tuple[Home, Home, Home], expected: tuple[int, ...]) -> None:
+    wanted = [Wanted("parameter", "w", 10), Wanted("gradient", "w", 10), Wanted("state", "w.state0", 40)]
+    fake = FakeHomes(**dict(zip(("parameter", "gradient", "state"), homes, strict=True)))
+    assert bill.movement(wanted, fake)[:4] == expected  # type: ignore[arg-type]
+
+
+def test_the_disk_writes_so_much_a_day() -> None:
+    """Case 30: 40 GB of states on a disk of 1.8 and 2.9 GB/s are read and written in 36 s, 2400 times a day."""
+    fake = FakeHomes(state=Home.DISK)
+    moved = bill.movement([Wanted("state", "w.state0", 40 * 10**9)], fake)  # type: ignore[arg-type]
+    assert moved.step_seconds == pytest.approx(40 / 1.8 + 40 / 2.9)
+    assert moved.disk_write_bytes_per_day == pytest.approx(40e9 * 86400 / moved.step_seconds)
+    idle = bill.movement([Wanted("state", "w.state0", 40)], FakeHomes(state=Home.DEVICE))  # type: ignore[arg-type]
+    assert idle.disk_write_bytes_per_day == 0
+
+
+def test_the_bill_is_stated_before_any_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="pager")
+    monkeypatch.setattr(bill, "host_room", lambda *arguments: (8 * PAGE, 8 * PAGE))
+    model: Any = pager.manage(
+        make_model(), device="cpu", page_size=PAGE, device_budget=DEVICE_BYTES, checks=CHECKS, disk=tmp_path
+    )
+    lines = [record.message for record in caplog.records]
+    stated = next(index for index, line in enumerate(lines) if line.startswith("a step moves at most "))
+    managing = next(index for index, line in enumerate(lines) if line.startswith("managing "))
+    assert stated < managing
+    assert "TB a day" in lines[stated]
+    model(torch.ones(1, 128)).sum().backward()
+    assert "on disk" in lines[managing]
+    model.pager.close()
+
+
+@pytest.mark.parametrize("have_disk", [False, True])
+def test_a_refusal_names_the_smallest_change_and_it_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, have_disk: bool
+) -> None:
+    host = 2 * PAGE
+
+    def manage(host_bytes: int, disk_pages: int) -> Any:
+        monkeypatch.setattr(bill, "host_room", lambda *arguments: (host_bytes, host_bytes))
+        knobs: Any = {"device": "cpu", "page_size": PAGE, "device_budget": DEVICE_BYTES, "checks": CHECKS}
+        if disk_pages:
+            knobs.update(disk=tmp_path, disk_budget=disk_pages * PAGE)
+        return pager.manage(make_model(), **knobs)
+
+    with pytest.raises(BudgetError, match="The smallest change that fits: host_budget larger by ") as info:
+        manage(host, int(have_disk))
+    text = str(info.value)
+    larger = pager.parse_size(text.split("larger by ")[1].split(", or ")[0].replace(" ", ""))
+    manage(host + larger, int(have_disk)).pager.close()
+    with pytest.raises(BudgetError):
+        manage(host + larger - PAGE, int(have_disk))
+    if have_disk:
+        enough = pager.parse_size(text.split("disk_budget = ")[1].rstrip(".").replace(" ", ""))
+        manage(host, enough // PAGE).pager.close()
+    else:
+        assert "or disk=PATH with " in text
+        manage(
+            host, pager.parse_size(text.split("with ")[-1].split(" to take")[0].replace(" ", "")) // PAGE
+        ).pager.close()

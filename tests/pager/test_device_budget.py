@@ -95,8 +95,8 @@ def test_activations_come_first(activations: int | None, expected: int) -> None:
     assert budget.arena_bytes(activations) == expected
 
 
-def test_the_headroom_is_a_sixteenth_unless_somebody_says() -> None:
-    assert make_budget(Gpu(), device_budget="32GiB").headroom_bytes == 2 * GIB
+def test_the_headroom_is_a_thirty_second_unless_somebody_says() -> None:
+    assert make_budget(Gpu(), device_budget="32GiB").headroom_bytes == GIB
     assert make_budget(Gpu(), device_budget="32GiB", device_headroom="1GiB").headroom_bytes == GIB
     assert make_budget(SimulatedDevice(), device_budget="32GiB").headroom_bytes == 0
 
@@ -123,10 +123,10 @@ def test_the_headroom_grows_with_activations_unless_somebody_says() -> None:
     gpu = Gpu()
     budget = make_budget(gpu, device_budget="32GiB")
     left = 32 * GIB - GIB - LAZY
-    assert budget.arena_bytes(3 * GIB) == left - 2 * GIB - 3 * GIB
-    assert budget.arena_bytes(6 * GIB) == left - 3 * GIB - 6 * GIB
+    assert budget.arena_bytes(GIB) == left - GIB - GIB
+    assert budget.arena_bytes(6 * GIB) == left - 2 * GIB - 6 * GIB
     gpu.peak_bytes = 20 * GIB
-    assert budget.spare_bytes(17 * GIB) == left - 2 * GIB - 20 * GIB
+    assert budget.spare_bytes(17 * GIB) == left - GIB - 20 * GIB
     assert budget.spare_bytes(2 * GIB) == left - 3 * GIB - 20 * GIB  # it was measured with its pieces
     assert (
         make_budget(Gpu(), device_budget="32GiB", device_headroom="1GiB").arena_bytes(6 * GIB)

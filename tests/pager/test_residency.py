@@ -10,6 +10,7 @@ import torch
 from tests.cases.same import check_equal, manage, values_of
 from tests.pager.optim.waiting import (
     CHECKS,
+    NUM_LAYERS,
     Net,
     backward,
     batch,
@@ -43,7 +44,7 @@ def test_parameters_stay_all_or_not_at_all() -> None:
     small, large = streaming_and_staying()
     for model, stays in ((small, False), (large, True)):
         train(model, 2)
-        assert fixed(model) == [stays] * 12
+        assert fixed(model) == [stays] * NUM_LAYERS
         model.pager.close()
 
 
@@ -91,7 +92,7 @@ def test_an_operation_that_finds_no_room_makes_it() -> None:
     """Views of all states that fit: the slots and what stays give way, before BudgetError is raised."""
     model = manage(make_net(), device_budget="992KiB", checks=CHECKS)
     optimizer = train(model, 2)
-    held = [optimizer.state[layer.weight]["exp_avg"].view(-1) for layer in model.layers[:8]]
+    held = [optimizer.state[layer.weight]["exp_avg"].view(-1) for layer in model.layers]
     assert not any(fixed(model))
     assert model.pager._runtime.engine.staging.num_bytes == 0
     assert all(bool(view.isfinite().all()) for view in held)
@@ -131,3 +132,37 @@ def test_what_stays_takes_new_values(change: str) -> None:
         each(batch(1).to(weight(each).dtype))
     model.pager.close()
     check_equal(dict(plain.state_dict()), dict(model.state_dict()), change)
+
+
+def test_more_slots_where_much_is_computed_between_two_gradients() -> None:
+    """The ring is a third of the arena then, not a sixth."""
+    few, many = (manage(make_net(), device_budget="992KiB", checks=CHECKS) for _ in range(2))
+    for model in (few, many):
+        optimizer = train(model, 1)
+        many.pager._runtime.residency.activation_bytes = 2**30
+        train(model, 3, optimizer)
+    sizes = [model.pager._runtime.engine.staging.num_bytes for model in (few, many)]
+    capacity = few.pager._runtime.arena.capacity_bytes
+    assert 0 < sizes[0] <= capacity // 6 < sizes[1] <= capacity // 3
+    for model in (few, many):
+        model.pager.close()
+    check_equal(values_of(few), values_of(many), "whatever the ring")
+
+
+def test_an_arena_that_has_grown_gets_other_slots() -> None:
+    model = manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    plain = make_net()
+    optimizers = [train(plain, 2), train(model, 2)]
+    runtime: Any = model.pager._runtime
+    before = runtime.engine.staging.num_bytes
+    runtime.arena.budget_bytes *= 3
+    runtime.arena.add_slab(64)
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        train(each, 3, optimizer)
+    after = runtime.engine.staging.num_bytes
+    assert after >= 1.5 * before
+    train(model, 1, optimizers[1])
+    train(plain, 1, optimizers[0])
+    assert runtime.engine.staging.num_bytes == after
+    model.pager.close()
+    check_equal(values_of(plain), values_of(model), "at the end")

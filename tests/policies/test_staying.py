@@ -59,17 +59,22 @@ def test_neither_takes_more_than_the_room_or_leaves_what_would_fit(sizes: list[i
 
 
 @pytest.mark.parametrize(
-    ("arena", "least", "slots"),
+    ("arena", "least", "activations", "slots"),
     [
-        (10 * 2**30, 2**20, (4, 256 * 2**20)),  # a tenth is capped at 1 GiB
-        (4 * 2**30, 2**20, (4, 107_347_968)),  # a quarter of a tenth, in whole pages
-        (100 * 2**20, 4 * 2**20, (2, 4 * 2**20)),  # no slot smaller than a unit
-        (100 * 2**20, 11 * 2**20, (0, 0)),
-        (10 * 2**30, 0, (0, 0)),
+        (10 * 2**30, 2**20, 0, (4, 256 * 2**20)),  # a sixth is capped at 1 GiB
+        (3 * 2**30, 2**20, 0, (4, 128 * 2**20)),
+        (100 * 2**20, 8 * 2**20, 0, (2, 8 * 2**20)),  # no slot smaller than a unit
+        (100 * 2**20, 17 * 2**20, 0, (0, 0)),
+        (10 * 2**30, 0, 0, (0, 0)),
+        (10 * 2**30, 2**20, 8 * 2**30, (5, 384 * 2**20)),  # a quarter of the activations, up to 2 GiB
+        (3 * 2**30, 2**20, 8 * 2**30, (4, 256 * 2**20)),  # and a third of the arena
+        (10 * 2**30, 2**20, 2**30, (4, 256 * 2**20)),  # but no fewer than without
     ],
 )
-def test_slots_are_a_tenth_of_the_arena(arena: int, least: int, slots: tuple[int, int]) -> None:
-    assert share_arena(arena, 2**17, least_slot_bytes=least) == slots
+def test_slots_are_a_part_of_the_arena(
+    arena: int, least: int, activations: int, slots: tuple[int, int]
+) -> None:
+    assert share_arena(arena, 2**17, least_slot_bytes=least, activation_bytes=activations) == slots
 
 
 def test_room_for_staying_leaves_what_streaming_needs() -> None:

@@ -18,7 +18,9 @@ from torch import nn
 
 import pager
 from pager.config import Checks
+from pager.errors import TierIOError
 from pager.page_table import Home
+from pager.tiers.adaptors import Fault
 from tests.engine_rig import PAGE, Bytes, make_filled
 from tests.models import BUILDERS, Case
 
@@ -150,24 +152,85 @@ def store_over_a_page_in(skip: Skip, folder: Path) -> None:
     rig.close()
 
 
-def two_pages_through_one_bounce_buffer(skip: Skip, folder: Path) -> None:
-    """The second read of the disk must not overwrite what the first has not sent on."""
+def three_pages_through_two_slots(skip: Skip, folder: Path) -> None:
+    """The third read of the disk must not overwrite what the first has not sent on."""
     rig, values = make_filled(
-        [PAGE, PAGE], arena_frames=2, homes=[Home.DISK] * 2, disk_folder=folder, skip_wait=skip
+        [PAGE] * 3, arena_frames=3, homes=[Home.DISK] * 3, disk_folder=folder, skip_wait=skip, ring=(1, 2)
     )
-    assert rig.prefetch(0)
-    assert rig.prefetch(1)
-    check_bytes(rig.read(0), values[0], "first")
-    check_bytes(rig.read(1), values[1], "second")
+    for index in range(3):
+        assert rig.prefetch(index)
+    for index in range(3):
+        check_bytes(rig.read(index), values[index], f"page {index}")
     rig.close()
 
 
 def write_to_disk_what_has_arrived(skip: Skip, folder: Path) -> None:
-    """The file must not get the bounce buffer before the copy has filled it."""
+    """The file must not get a slot of the ring before the copy has filled it."""
     rig, values = make_filled([PAGE], arena_frames=1, homes=[Home.DISK], disk_folder=folder, skip_wait=skip)
     rig.write(0, ~values[0])
     rig.evict(0)
+    rig.transfers.settle()
     check_bytes(rig.home_value(0), ~values[0], "on disk")
+    rig.close()
+
+
+def make_late(skip: Skip, folder: Path, num_pages: int, arena_frames: int, ring: tuple[int, int]) -> Any:
+    """A rig over a disk that does nothing before somebody waits for it."""
+    return make_filled(
+        [PAGE] * num_pages,
+        arena_frames=arena_frames,
+        homes=[Home.DISK] * num_pages,
+        disk_folder=folder,
+        skip_wait=skip,
+        ring=ring,
+        disk_inline="late",
+        poison=False,
+    )
+
+
+def read_back_what_is_on_its_way_to_the_disk(skip: Skip, folder: Path) -> None:
+    """A read that finds its page in the ring must not take it before the copy has filled the slot."""
+    rig, values = make_late(skip, folder, 1, 1, (1, 3))
+    rig.write(0, ~values[0])
+    rig.evict(0)
+    check_bytes(rig.read(0), ~values[0], "read back")
+    assert rig.counters.disk_read_bytes == PAGE, "once for the write in place; the second came from the ring"
+    rig.close()
+
+
+def page_in_from_disk_over_a_page_out(skip: Skip, folder: Path) -> None:
+    """A page in from the disk must not overwrite frames that are still being copied out."""
+    rig, values = make_late(skip, folder, 2, 1, (1, 3))
+    rig.write(0, values[1])
+    check_bytes(rig.read(1), values[1], "second, in the same frame")
+    check_bytes(rig.home_value(0), values[1], "first, written")
+    rig.close()
+
+
+def write_again_to_a_run_of_which_a_part_went_out(skip: Skip, folder: Path) -> None:
+    """A run whose page out was refused half way must not be written to under the copies that had begun."""
+    rig, values = make_filled(
+        [3 * PAGE],
+        arena_frames=3,
+        homes=[Home.DISK],
+        disk_folder=folder,
+        skip_wait=skip,
+        ring=(1, 3),
+        disk_inline="late",
+    )
+    rig.write(0, ~values[0])
+    assert rig.disk is not None
+    rig.disk.faults = (Fault(operation="write", at=rig.disk.calls["write"] + 1, lasting=True),)
+    refusal: TierIOError | None = None
+    try:
+        rig.evict(0)
+    except TierIOError as error:
+        refusal = error
+    if refusal is None:
+        raise WrongBytes("the page out was not refused")
+    rig.disk.faults = ()
+    rig.write(0, values[0])
+    check_bytes(rig.home_value(0), values[0], "written again")
     rig.close()
 
 

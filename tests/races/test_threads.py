@@ -17,7 +17,7 @@ from tests.races.gates import DiskRig, Worker, let_it_wait, stop_at
 
 def test_an_access_waits_for_a_page_in_under_way(disk_rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, values = disk_rig
-    gate = stop_at(monkeypatch, rig.transfers, "page_in")
+    gate = stop_at(monkeypatch, rig.transfers, "begin_page_in")
     daemon = Worker(lambda: rig.prefetch(0))
     gate.wait_until_reached()
     reader = Worker(lambda: rig.read(0))
@@ -165,7 +165,7 @@ def test_a_discard_waits_for_a_write_back_even_if_the_run_is_dirty_again(
 
 def test_a_discard_waits_for_a_page_in(disk_rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, _values = disk_rig
-    gate = stop_at(monkeypatch, rig.transfers, "page_in")
+    gate = stop_at(monkeypatch, rig.transfers, "begin_page_in")
     daemon = Worker(lambda: rig.prefetch(0))
     gate.wait_until_reached()
     dropper = Worker(lambda: rig.engine.discard(rig.segments[0]))
@@ -255,15 +255,21 @@ def test_a_prefetch_does_not_wait_for_a_write_back(
     del held
 
 
-def test_a_failed_write_back_of_two_leaves_both_dirty(disk_rig: DiskRig) -> None:
+def test_a_refused_write_back_of_two_leaves_both_dirty(disk_rig: DiskRig) -> None:
+    """The ring holds what an earlier write failed with, and it fails again: nothing more goes there."""
     rig, values = disk_rig
     assert rig.disk is not None
+    rig.overwrite(2, ~values[2])
+    rig.disk.faults = (Fault(operation="write", at=rig.disk.calls["write"] + 1, lasting=True),)
+    rig.evict(2)
+    with pytest.raises(TierIOError, match="injected: cannot write"):
+        rig.read(0)  # told, once
     for index in (0, 1):
         rig.write(index, ~values[index])
-    rig.disk.faults = (Fault(operation="write", at=rig.disk.calls["write"] + 1),)
-    with pytest.raises(TierIOError):
+    with pytest.raises(TierIOError, match="injected: cannot write"):
         rig.evict(0, 1)
     assert [rig.state(0), rig.state(1)] == [[PageState.DIRTY], [PageState.DIRTY]]
     assert rig.engine.moves == 0
-    for index in (0, 1):
+    rig.disk.faults = ()
+    for index in (0, 1, 2):
         np.testing.assert_array_equal(rig.home_value(index), ~values[index])

@@ -1,13 +1,10 @@
-"""The paging file: where it may be, that it leaves nothing behind, and every way the system can refuse."""
+"""The paging file: its bytes past the page cache and through it, and every way the system can refuse."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-import signal
-import stat
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from pager.errors import CorruptPage, TierFull, TierIOError
-from pager.tiers import disk_file
+from pager.errors import CorruptPage, DiskFull, TierFull, TierIOError
+from pager.tiers import disk_file, disk_folder
 from pager.tiers.disk_file import DiskFile
 
 PAGE = 16384
@@ -30,7 +27,8 @@ def make_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 def make_system(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
     """``os`` as the module sees it, with these functions replaced."""
-    monkeypatch.setattr(disk_file, "os", SimpleNamespace(**{**vars(os), **replaced}))
+    for module in (disk_file, disk_folder):
+        monkeypatch.setattr(module, "os", SimpleNamespace(**{**vars(os), **replaced}))
 
 
 def fail(number: int) -> Any:
@@ -40,116 +38,11 @@ def fail(number: int) -> Any:
     return call
 
 
-def test_the_file_has_no_name_is_ours_alone_and_all_its_blocks(tmp_path: Path) -> None:
-    file = DiskFile(tmp_path, PAGE, 64)
-    assert list(tmp_path.iterdir()) == []
-    status = os.fstat(file._fd)
-    assert (status.st_nlink, stat.S_IMODE(status.st_mode), status.st_size) == (0, 0o600, 64 * PAGE)
-    assert status.st_blocks * 512 >= 64 * PAGE
-    assert not os.get_inheritable(file._fd)
-    file.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file._fd)
-
-
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL])
-def test_without_nameless_files_it_is_unlinked_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    names: list[str] = []
-
-    def open_(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(number, os.strerror(number))
-        names.append(path)
-        return os.open(path, flags, *arguments, **options)
-
-    make_system(monkeypatch, open=open_)
-    files = [DiskFile(tmp_path, PAGE, 2) for _ in range(2)]
-    assert len(set(names[1::2])) == 2
-    assert list(tmp_path.iterdir()) == []
-    for file in files:
-        status = os.fstat(file._fd)
-        assert (status.st_nlink, stat.S_IMODE(status.st_mode)) == (0, 0o600)
-        assert not os.get_inheritable(file._fd)
-        file.close()
-
-
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    """Case 29."""
-    script = (
-        "import sys, torch, signal, os\n"
-        "from pager.tiers.disk_file import DiskFile\n"
-        f"file = DiskFile(sys.argv[1], {PAGE}, 256)\n"
-        f"file.write(file.allocate(256), torch.ones(256 * {PAGE}, dtype=torch.uint8))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=root, capture_output=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_dropped_file_closes_its_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         DiskFile(tmp_path, PAGE, 1)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_missing_folder(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    with pytest.raises(TierIOError, match="No such file or directory") as info:
-        DiskFile(missing, PAGE, 1)
-    assert (info.value.errno, info.value.filename) == (errno.ENOENT, str(missing))
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(TierIOError, match="Not a directory") as info:
-        DiskFile(tmp_path / "file", PAGE, 1)
-    assert info.value.errno == errno.ENOTDIR
-
-
-def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(TierIOError, match="it is a symbolic link") as info:
-        DiskFile(tmp_path / "link", PAGE, 1)
-    assert info.value.filename == str(tmp_path / "link")
-    below = tmp_path / "link" / "below"
-    below.mkdir()
-    DiskFile(below, PAGE, 1).close()  # only the last part matters: mount points are often reached by links
-
-
-@pytest.mark.parametrize(("owner", "is_ours"), [(1234, False), (0, True), (4321, True)])
-def test_another_users_folder_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, is_ours: bool
-) -> None:
-    make_system(monkeypatch, geteuid=lambda: 4321, fstat=lambda fd: SimpleNamespace(st_uid=owner))
-    before = len(os.listdir("/proc/self/fd"))
-    if is_ours:
-        DiskFile(tmp_path, PAGE, 1).close()
-    else:
-        with pytest.raises(TierIOError, match="belongs to user 1234, not to 4321"):
-            DiskFile(tmp_path, PAGE, 1)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may write anywhere, so the system's answer is put in its mouth."""
-
-    def open_(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-        if flags & os.O_RDWR:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return os.open(path, flags, *arguments, **options)
-
-    make_system(monkeypatch, open=open_)
-    with pytest.raises(TierIOError, match="cannot make the paging file: Read-only file system") as info:
-        DiskFile(tmp_path, PAGE, 1)
-    assert (info.value.errno, info.value.filename) == (errno.EROFS, str(tmp_path))
 
 
 def test_a_disk_without_room_is_full_with_numbers(tmp_path: Path) -> None:
@@ -164,9 +57,10 @@ def test_a_disk_without_room_is_full_with_numbers(tmp_path: Path) -> None:
 def test_no_space_at_construction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     make_system(monkeypatch, posix_fallocate=fail(number))
     with pytest.raises(
-        TierFull, match=r"cannot reserve 128.00 KiB in .* (GiB|TiB|MiB) are free there; lower disk_budget"
-    ):
+        DiskFull, match=r"cannot reserve 128.00 KiB in .* (GiB|TiB|MiB) are free there; lower disk_budget"
+    ) as info:
         DiskFile(tmp_path, PAGE, 8)
+    assert (info.value.errno, info.value.filename) == (number, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,12 +81,12 @@ def test_short_counts_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.Monke
         calls["read"] += 1
         return os.preadv(fd, [views[0][:step]], offset)
 
-    def pwrite(fd: int, view: memoryview, offset: int) -> int:
+    def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
         calls["write"] += 1
-        return os.pwrite(fd, view[:step], offset)
+        return os.pwritev(fd, [views[0][:step]], offset)
 
-    make_system(monkeypatch, preadv=preadv, pwrite=pwrite)
-    file = DiskFile(tmp_path, PAGE, 4)
+    make_system(monkeypatch, preadv=preadv, pwritev=pwritev)
+    file = DiskFile(tmp_path, PAGE, 4, direct=False)
     first = file.allocate(2)
     data, out = make_bytes(PAGE + 100), torch.zeros(PAGE + 100, dtype=torch.uint8)
     file.write(first, data)
@@ -209,7 +103,7 @@ def test_input_and_output_errors_keep_number_and_path(
     file = DiskFile(tmp_path, PAGE, 4)
     first = file.allocate(1)
     file.write(first, make_bytes(PAGE))
-    make_system(monkeypatch, preadv=fail(number), pwrite=fail(number))
+    make_system(monkeypatch, preadv=fail(number), pwritev=fail(number))
     for use in (lambda: file.write(first, make_bytes(1)), lambda: file.read(first, make_bytes(1))):
         with pytest.raises(TierIOError, match="the paging file") as info:
             use()
@@ -224,9 +118,10 @@ def test_input_and_output_errors_keep_number_and_path(
 def test_no_space_while_writing_is_tier_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = DiskFile(tmp_path, PAGE, 4)
     first = file.allocate(1)
-    make_system(monkeypatch, pwrite=fail(errno.ENOSPC))
-    with pytest.raises(TierFull, match="No space left on device. .* are free there"):
+    make_system(monkeypatch, pwritev=fail(errno.ENOSPC))
+    with pytest.raises(DiskFull, match="No space left on device. .* are free there") as info:
         file.write(first, make_bytes(PAGE))
+    assert (info.value.errno, info.value.filename) == (errno.ENOSPC, str(tmp_path))
     assert file.used_bytes == PAGE
     file.close()
 
@@ -234,7 +129,7 @@ def test_no_space_while_writing_is_tier_full(tmp_path: Path, monkeypatch: pytest
 def test_a_count_of_zero_does_not_loop_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = DiskFile(tmp_path, PAGE, 1)
     first = file.allocate(1)
-    make_system(monkeypatch, preadv=lambda *a: 0, pwrite=lambda *a: 0)
+    make_system(monkeypatch, preadv=lambda *a: 0, pwritev=lambda *a: 0)
     for use in (file.write, file.read):
         with pytest.raises(TierIOError) as info:
             use(first, make_bytes(10))
@@ -242,8 +137,9 @@ def test_a_count_of_zero_does_not_loop_for_ever(tmp_path: Path, monkeypatch: pyt
     file.close()
 
 
-def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
-    file = DiskFile(tmp_path, PAGE, 4)
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_cut_short_is_an_error(tmp_path: Path, direct: bool) -> None:
+    file = DiskFile(tmp_path, PAGE, 4, direct=direct)
     first = file.allocate(4)
     file.write(first, make_bytes(4 * PAGE))
     os.ftruncate(file._fd, 2 * PAGE + 5)
@@ -253,8 +149,11 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
 
 
 def turn_byte(file: DiskFile, offset: int) -> None:
-    byte = os.pread(file._fd, 1, offset)
-    os.pwrite(file._fd, bytes([byte[0] ^ 1]), offset)
+    """Past the file's own descriptor, as a faulty disk would."""
+    fd = os.open(f"/proc/self/fd/{file._fd}", os.O_RDWR)
+    byte = os.pread(fd, 1, offset)
+    os.pwrite(fd, bytes([byte[0] ^ 1]), offset)
+    os.close(fd)
 
 
 @pytest.mark.parametrize("offset", [0, PAGE - 1, PAGE, 2 * PAGE + 99])
@@ -290,16 +189,16 @@ def test_a_wrong_bit_of_a_page_is_found_when_only_its_beginning_is_read(tmp_path
 def test_a_page_torn_by_a_failed_write_is_corrupt_until_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
 ) -> None:
-    file = DiskFile(tmp_path, PAGE, 4, checksum=True)
+    file = DiskFile(tmp_path, PAGE, 4, checksum=True, direct=False)
     first = file.allocate(2)
     file.write(first, make_bytes(2 * PAGE))
 
-    def pwrite(fd: int, view: memoryview, offset: int) -> int:
-        if len(view) == 2 * PAGE and num_written:
-            return os.pwrite(fd, view[:num_written], offset)
+    def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
+        if len(views[0]) == 2 * PAGE and num_written:
+            return os.pwritev(fd, [views[0][:num_written]], offset)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    make_system(monkeypatch, pwrite=pwrite)
+    make_system(monkeypatch, pwritev=pwritev)
     with pytest.raises(TierIOError):
         file.write(first, make_bytes(2 * PAGE, seed=1))
     monkeypatch.undo()
@@ -365,7 +264,6 @@ def test_it_grows_up_to_its_budget_and_keeps_what_it_has(tmp_path: Path, checksu
     with pytest.raises(TierFull, match=r"16.00 KiB more than the 96.00 KiB reserved .*; raise disk_budget"):
         file.grow(1)
     file.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_without_room_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,4 +272,98 @@ def test_a_disk_without_room_does_not_grow(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(TierFull, match="cannot reserve 32.00 KiB .* or take another folder"):
         file.grow(2)
     assert (file.num_frames, file.allocate(1)) == (1, 0)
+    file.close()
+
+
+# -- past the page cache -----------------------------------------------------------------------------------------------
+
+
+def is_cached(file: DiskFile, num_bytes: int) -> bool:
+    """Whether the system keeps any of the file in memory."""
+    import ctypes
+    import mmap
+
+    with mmap.mmap(file._fd, num_bytes) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        pages = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), pages) == 0
+        return any(page & 1 for page in pages)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_pages_go_past_the_cache_where_they_can(tmp_path: Path, direct: bool) -> None:
+    file = DiskFile(tmp_path, PAGE, 4, direct=direct)
+    assert file.is_direct is direct, "run the tests on a file system that has O_DIRECT (ext4, xfs)"
+    first, data = file.allocate(4), make_bytes(4 * PAGE)
+    file.write(first, data)
+    out = torch.zeros_like(data)
+    file.read(first, out)
+    assert torch.equal(out, data)
+    assert is_cached(file, 4 * PAGE) is not direct
+    file.close()
+
+
+def test_a_file_system_without_direct_access_is_warned_of_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 28: as some tmpfs and overlayfs answer."""
+
+    def fcntl_(fd: int, what: int, flags: int = 0) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return fcntl.fcntl(fd, what, flags)
+
+    monkeypatch.setattr(disk_file, "fcntl", SimpleNamespace(**{**vars(fcntl), "fcntl": fcntl_}))
+    file = DiskFile(tmp_path, PAGE, 4)
+    check_it_works_with_one_warning(file, caplog)
+
+
+def test_a_file_system_that_promised_too_much_is_warned_of_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes the flag, and refuses the reads and writes."""
+
+    def refuse(call: Any) -> Any:
+        def moved(fd: int, views: list[memoryview], offset: int) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return int(call(fd, views, offset))
+
+        return moved
+
+    make_system(monkeypatch, preadv=refuse(os.preadv), pwritev=refuse(os.pwritev))
+    file = DiskFile(tmp_path, PAGE, 4)
+    assert file.is_direct
+    check_it_works_with_one_warning(file, caplog)
+
+
+@pytest.mark.parametrize("step", [1, 5000])
+def test_short_counts_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """A system that stops within a block: what follows would not be aligned."""
+    make_system(
+        monkeypatch,
+        preadv=lambda fd, views, offset: os.preadv(fd, views, offset) and min(step, len(views[0])),
+        pwritev=lambda fd, views, offset: os.pwritev(fd, views, offset) and min(step, len(views[0])),
+    )
+    file = DiskFile(tmp_path, PAGE, 4)
+    first, data = file.allocate(2), make_bytes(PAGE + 100)
+    out = torch.zeros_like(data)
+    file.write(first, data)
+    file.read(first, out)
+    assert torch.equal(out, data)
+    assert file.is_direct is (step > 4096)
+    file.close()
+
+
+def check_it_works_with_one_warning(file: DiskFile, caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes go and come, through the cache, and that is said once."""
+    first, data = file.allocate(4), make_bytes(4 * PAGE)
+    for _ in range(2):
+        file.write(first, data)
+        out = torch.zeros_like(data)
+        file.read(first, out)
+        assert torch.equal(out, data)
+    assert not file.is_direct
+    assert [record.message.count("no direct input and output in") for record in caplog.records] == [1]
     file.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pager.device.simulated import SimulatedStream
-from pager.engine import transfer
 from pager.engine.run import Run
 from pager.errors import CorruptPage, TierIOError
 from pager.page_table import Home, PageState
@@ -19,7 +21,7 @@ from tests.engine_rig import PAGE, Rig, make_filled
 LOWER = [Home.HOST, Home.DISK]
 
 
-def make_rig(home: Home, folder: Path, *sizes: int, **knobs: int) -> tuple[Rig, list[np.ndarray]]:
+def make_rig(home: Home, folder: Path, *sizes: int, **knobs: Any) -> tuple[Rig, list[np.ndarray]]:
     """A rig with room for everything and all homes in one tier."""
     frames = sum(-(-size // PAGE) for size in sizes)
     return make_filled(sizes, arena_frames=frames, homes=[home] * len(sizes), disk_folder=folder, **knobs)
@@ -50,10 +52,9 @@ def test_a_round_trip_of_any_size(home: Home, size: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("home", "num_copies"), [(Home.HOST, 1), (Home.DISK, 3)])
 def test_a_run_goes_in_one_copy_or_in_extents_of_the_disk(
-    home: Home, num_copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Home, num_copies: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(transfer, "EXTENT_BYTES", 2 * PAGE)
-    rig, values = make_rig(home, tmp_path, 5 * PAGE + 9)
+    rig, values = make_rig(home, tmp_path, 5 * PAGE + 9, ring=(2, 4))
     puts = h2d_of(rig).num_put
     np.testing.assert_array_equal(rig.read(0), values[0])
     copies = h2d_of(rig).num_put - puts
@@ -62,12 +63,6 @@ def test_a_run_goes_in_one_copy_or_in_extents_of_the_disk(
     rig.evict(0)
     np.testing.assert_array_equal(rig.home_value(0), ~values[0])
     rig.close()
-
-
-def test_extents_cover_a_run_once() -> None:
-    extent = transfer.EXTENT_BYTES
-    assert transfer._extents(2 * extent + 5) == [(0, extent), (extent, extent), (2 * extent, 5)]
-    assert transfer._extents(7) == [(0, 7)]
 
 
 def test_a_part_of_a_segment_goes_to_its_part_of_the_home(tmp_path: Path) -> None:
@@ -123,17 +118,24 @@ def test_a_failed_read_leaves_the_page_absent_and_its_frames_free(tmp_path: Path
     rig.close()
 
 
-def test_a_failed_write_leaves_the_page_where_it_was(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_page_in_the_ring(tmp_path: Path) -> None:
     rig, values = make_rig(Home.DISK, tmp_path, PAGE, PAGE)
     assert rig.disk is not None
     rig.write(0, ~values[0])
-    rig.disk.faults = (Fault(operation="write", at=rig.disk.calls["write"] + 1, num_bytes=100),)
-    with pytest.raises(TierIOError, match="injected: cannot write"):
-        rig.evict(0)
-    assert rig.state(0) == [PageState.DIRTY]
-    np.testing.assert_array_equal(rig.read(0), ~values[0])
+    rig.disk.faults = (Fault(operation="write", at=rig.disk.calls["write"] + 1, num_bytes=100, lasting=True),)
     rig.evict(0)
-    np.testing.assert_array_equal(rig.home_value(0), ~values[0])
+    with pytest.raises(TierIOError, match="injected: cannot write") as info:
+        rig.read(1)
+    assert (info.value.errno, info.value.filename) == (errno.EIO, "faulty tier")
+    np.testing.assert_array_equal(rig.read(0), ~values[0])
+    with pytest.raises(TierIOError, match="injected: cannot write"):
+        rig.transfers.settle()
+    rig.disk.faults = ()
+    rig.write(1, ~values[1])
+    rig.evict(0, 1)
+    rig.transfers.settle()
+    for index in (0, 1):
+        np.testing.assert_array_equal(rig.home_value(index), ~values[index])
     rig.close()
 
 
@@ -144,9 +146,9 @@ def test_bytes_that_came_back_wrong_are_not_used(tmp_path: Path) -> None:
     # The file takes the checksum of what it was given, so the wrong byte goes in behind it.
     rig.evict(0)
     frame = int(rig.table.home_frame[0])
-    disk = rig.disk.inner
-    torn = torch.from_numpy(values[0].copy())
-    disk._pwrite(memoryview(torn.numpy().data), frame * PAGE)  # type: ignore[attr-defined]
+    fd = os.open(f"/proc/self/fd/{rig.disk._fd}", os.O_RDWR)
+    os.pwrite(fd, values[0].tobytes(), frame * PAGE)
+    os.close(fd)
     with pytest.raises(CorruptPage):
         rig.read(0)
     assert rig.state(0) == [PageState.ABSENT]

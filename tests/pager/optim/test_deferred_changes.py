@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.cases.same import Report
 from tests.pager.optim.waiting import (
+    NUM_LAYERS,
     WIDTH,
     Net,
     backward,
@@ -62,7 +63,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "is new": lambda m: weight(m)._version > 2,
     "grad": lambda m: weight(m).grad,
     "all grads": lambda m: [p.grad for p in m.parameters()],
-    "equal": lambda m: torch.equal(weight(m), weight(m, 10)),
+    "equal": lambda m: torch.equal(weight(m), weight(m, 9)),
     "metadata": lambda m: (weight(m).shape, weight(m).stride(), weight(m).is_contiguous()),
     "copy into other": lambda m: torch.empty(WIDTH, WIDTH).copy_(weight(m).detach()),
 }
@@ -226,7 +227,7 @@ def copy_in(model: Any, optimizer: Any) -> None:
 
 def copy_between(model: Any, optimizer: Any) -> None:
     with torch.no_grad():
-        weight(model).copy_(weight(model, 10))
+        weight(model).copy_(weight(model, 9))
 
 
 def init_again(model: Any, optimizer: Any) -> None:
@@ -255,7 +256,7 @@ def write_state_numpy(model: Any, optimizer: Any) -> None:
 
 def write_held_state_dict(model: Any, optimizer: Any) -> None:
     shown = model.state_dict()
-    shown["layers.2.weight"].mul_(0.5)
+    shown["layers.6.weight"].mul_(0.5)
 
 
 def write_held_optimizer_state(model: Any, optimizer: Any) -> None:
@@ -310,7 +311,7 @@ def unused_parameters(model: Any, optimizer: Any) -> None:
     backward(model, 6)
     optimizer.step()
     optimizer.zero_grad()
-    model.used = 12
+    model.used = NUM_LAYERS
 
 
 def add_group(model: Any, optimizer: Any) -> None:

@@ -16,6 +16,7 @@ from tests.cases.same import Report, check_equal, check_same, manage, values_of
 from tests.pager.optim.waiting import (
     BUDGETS,
     CHECKS,
+    NUM_LAYERS,
     backward,
     batch,
     expect_waiting,
@@ -211,7 +212,7 @@ def test_a_unit_that_cannot_have_a_slot_runs_in_the_arena(monkeypatch: pytest.Mo
     monkeypatch.setattr(StreamedUnit, "run", noting)
     monkeypatch.setattr(adopted.engine.staging, "take", lambda holder, ranges: None)
     finish(model)
-    assert len(ran) == 36
+    assert len(ran) == 3 * NUM_LAYERS
     monkeypatch.undo()
     model(batch(0))
     check_equal(optimizer.state_dict(), managed.state_dict(), "states")

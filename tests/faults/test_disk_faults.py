@@ -1,0 +1,157 @@
+"""A disk that goes wrong in the middle of training: a named error, and then training goes on as if it had not been."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pager.errors import BudgetError, CorruptPage, DiskFull, TierError, TierIOError
+from pager.tiers import disk_file
+from tests.faults.media import (
+    Medium,
+    check_equal,
+    make_layers,
+    make_optimizer,
+    manage_over_three_tiers,
+    train_plainly,
+    train_stubbornly,
+    train_until_refused,
+)
+
+NUM_STEPS = 6
+
+
+def values_at_the_end(model: Any, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    """As `train_plainly` gives them."""
+    model.pager.close()
+    return [*losses, *(param.detach() for param in model.parameters())]
+
+
+@pytest.mark.parametrize("daemon", ["inline", "thread"])
+@pytest.mark.parametrize(
+    ("what", "number", "kind"),
+    [
+        ("write", errno.EIO, TierIOError),
+        ("write", errno.ENOSPC, DiskFull),
+        ("write", errno.EROFS, TierIOError),
+        ("read", errno.EIO, TierIOError),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 7])
+def test_an_error_of_the_disk_is_told_and_training_goes_on_exactly(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    daemon: str,
+    what: str,
+    number: int,
+    kind: type[TierError],
+    after: int,
+) -> None:
+    """Case 28: another process fills the disk, a cable is loose, the kernel remounts read-only; then it is well."""
+    medium = Medium(monkeypatch)
+    model = make_layers()
+    optimizer = make_optimizer(model)
+    manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late", daemon=daemon)
+    losses, _ = train_stubbornly(model, optimizer, 2)
+    medium.fail(**{what: number}, after=after, times=3)
+    more, errors = train_stubbornly(model, optimizer, 2, first=2)
+    medium.heal()
+    rest, late = train_stubbornly(model, optimizer, NUM_STEPS - 4, first=4)
+    errors += late  # of the last writes before
+    assert errors
+    assert all(type(error) is kind for error in errors)
+    told = {(error.errno, error.filename) for error in errors}  # type: ignore[attr-defined]
+    assert told == {(number, str(tmp_path))}
+    check_equal(values_at_the_end(model, [*losses, *more, *rest]), train_plainly(NUM_STEPS))
+
+
+def test_a_disk_that_stays_sick_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No write succeeds any more. Parameters and states can be saved as they were after one of the last two steps."""
+    medium = Medium(monkeypatch)
+    model = make_layers()
+    optimizer = make_optimizer(model)
+    manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late")
+    train_stubbornly(model, optimizer, 3)
+    medium.fail(write=errno.EIO)
+    with pytest.raises(TierIOError) as info:
+        train_until_refused(model, optimizer, 3)
+    assert (info.value.errno, info.value.filename) == (errno.EIO, str(tmp_path))
+    saved = [value.clone() for value in model.state_dict().values()]
+    plain = [train_plainly(number)[number:] for number in (3, 4)]
+    assert any(all(map(torch.equal, saved, values)) for values in plain)
+    states = [entry["exp_avg"].clone() for entry in optimizer.state_dict()["state"].values()]
+    assert len(states) == len(saved)
+    assert not any(state.isnan().any() for state in states)
+    medium.heal()
+    model.pager.close()
+
+
+def test_short_reads_and_writes_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    medium = Medium(monkeypatch)
+    medium.step = 2 * disk_file.BLOCK_BYTES
+    model = make_layers()
+    optimizer = make_optimizer(model)
+    manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late")
+    losses, errors = train_stubbornly(model, optimizer, 3)
+    assert errors == []
+    check_equal(values_at_the_end(model, losses), train_plainly(3))
+
+
+def test_a_file_cut_short_under_the_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_layers()
+    optimizer = make_optimizer(model)
+    runtime = manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late")
+    train_stubbornly(model, optimizer, 2)
+    runtime.engine.transfers.settle()
+    os.ftruncate(runtime.disk._fd, 0)
+    with pytest.raises(TierIOError, match="the file ends too early") as info:
+        train_until_refused(model, optimizer, 2)
+    assert (info.value.errno, info.value.filename) == (errno.EIO, str(tmp_path))
+    abandon(model)
+
+
+def abandon(model: Any) -> None:
+    """Give a model up whose optimizer's states are lost with the disk."""
+    model.pager._runtime.pagerd.close()
+    model.pager._runtime.engine.transfers.stop()
+    model.pager._runtime.disk.close()
+
+
+def test_wrong_bytes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_layers()
+    optimizer = make_optimizer(model)
+    runtime = manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late")
+    train_stubbornly(model, optimizer, 2)
+    runtime.engine.transfers.settle()
+    state = optimizer.state[model[5].weight]["exp_avg"]._pager.segment
+    frame = int(runtime.table.home_frame[state.first_page])
+    fd = os.open(f"/proc/self/fd/{runtime.disk._fd}", os.O_RDWR)
+    os.pwrite(fd, b"\xff" * 8, frame * runtime.disk.page_size)
+    os.close(fd)
+    with pytest.raises(CorruptPage, match=f"frame {frame} "):
+        train_until_refused(model, optimizer, 2)
+    abandon(model)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    model = make_layers()
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(disk_file.os, "posix_fallocate", refuse)
+    with pytest.raises(BudgetError, match=r"cannot reserve .* are free there; lower disk_budget") as info:
+        manage_over_three_tiers(monkeypatch, model, make_optimizer(model), tmp_path)
+    assert isinstance(info.value.__cause__, DiskFull)
+    assert info.value.__cause__.errno == number
+    assert list(tmp_path.iterdir()) == []
+    check_equal([param.detach() for param in model.parameters()], before)

@@ -1,0 +1,107 @@
+"""Training with homes on three tiers: exact, each byte once a step, and steady."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pager.page_table import Home
+from tests.faults.media import (
+    Medium,
+    check_equal,
+    make_layers,
+    make_optimizer,
+    manage_over_three_tiers,
+    train_plainly,
+    train_stubbornly,
+)
+
+
+@pytest.mark.parametrize(
+    ("streams", "daemon"), [("late", "inline"), ("early", "inline"), ("late", "thread"), ("early", "thread")]
+)
+def test_homes_on_three_tiers_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: str, daemon: str
+) -> None:
+    """Case 9, with 20 % of the state on the device, 30 % in host memory and 50 % on the disk."""
+    model = make_layers()
+    optimizer = make_optimizer(model)
+    runtime = manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams=streams, daemon=daemon)
+    losses, errors = train_stubbornly(model, optimizer, 6)
+    table = runtime.table
+    homes = [
+        int(table.home[page])
+        for segment in runtime.space.segments
+        for page in range(segment.first_page, segment.last_page)
+    ]
+    shares = [homes.count(home) / len(homes) for home in Home]
+    assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.06)
+    assert errors == []
+    model.pager.close()
+    check_equal([*losses, *(param.detach() for param in model.parameters())], train_plainly(6))
+
+
+def test_each_page_on_disk_is_read_once_and_written_once_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medium = Medium(monkeypatch)
+    model = make_layers()
+    optimizer = make_optimizer(model)
+    runtime = manage_over_three_tiers(
+        monkeypatch, model, optimizer, tmp_path, streams="late", daemon="inline"
+    )
+    train_stubbornly(model, optimizer, 3)
+    runtime.engine.transfers.settle()
+    medium.reads.clear()
+    medium.writes.clear()
+    num_steps = 5
+    train_stubbornly(model, optimizer, num_steps)
+    runtime.engine.transfers.settle()
+    on_disk = {
+        int(runtime.table.home_frame[page]): (segment.kind, segment.name, page)
+        for segment in runtime.space.segments
+        for page in range(segment.first_page, segment.last_page)
+        if int(runtime.table.home[page]) == Home.DISK
+    }
+    assert on_disk
+    # What the last step wrote and the next has begun to read lies on both sides of the count's ends.
+    for frame, what in on_disk.items():
+        least = num_steps - 1 if what[0] == "state" else 0  # a gradient may find room on the device
+        assert least <= medium.reads[frame] <= num_steps + 1, what
+        assert least <= medium.writes[frame] <= num_steps + 1, what
+    assert sum(medium.reads.values()) <= num_steps * len(on_disk)
+    assert sum(medium.writes.values()) <= num_steps * len(on_disk)
+    model.pager.close()
+
+
+def test_three_hundred_steps_cost_no_more_than_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 34."""
+    model = make_layers()
+    optimizer = make_optimizer(model)
+    runtime = manage_over_three_tiers(
+        monkeypatch, model, optimizer, tmp_path, streams="early", happens_before=False, poison=False
+    )
+    process = psutil.Process()
+
+    def look() -> tuple[int, int, int, int, int]:
+        runtime.engine.transfers.settle()
+        gc.collect()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            runtime.host.reserved_bytes,
+            runtime.disk.used_bytes,
+            runtime.disk.num_frames,
+        )
+
+    train_stubbornly(model, optimizer, 20)
+    before, resident = look(), process.memory_info().rss
+    train_stubbornly(model, optimizer, 280)
+    assert look() == before
+    assert process.memory_info().rss - resident < 8 * 2**20
+    model.pager.close()
