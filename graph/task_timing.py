@@ -65,13 +65,14 @@ class MachineRates:
     device_update_parameters_per_second: float = 113e9
     cpu_bytes_per_parameter: float = 26.0
     copy_seconds: float = 4.4e-6
-    # The host's thread: an access with the operations around it, a unit of the update, a page in, a choice of victims.
+    # The host's thread: an access with the operations around it, a unit of the update (measured), a page in, a choice
+    # of victims (measured: docs/decisions.md, 8).
     host_access_seconds: float = 0.07e-3
     host_unit_seconds: float = 1e-3
     host_page_in_seconds: float = 0.1e-3
     host_eviction_seconds: float = 0.5e-3
-    # Its speed while the CPU updates: both want the interpreter's lock. Fitted, once, to the two measured rows in which
-    # the host is the wall (docs/benchmarks.md).
+    # Its speed while the CPU updates; most likely both want the interpreter's lock. This and the access are fitted,
+    # once, to the two measured rows in which the host is the wall (docs/benchmarks.md).
     host_speed_beside_cpu: float = 1 / 5
 
     def __post_init__(self) -> None:

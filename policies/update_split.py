@@ -84,9 +84,9 @@ def less_share(less: float, *, late_seconds: float, elements_per_second: float, 
 class Diffusion:
     """Chooses parameters, in the order of their gradients, so that at each point about the same share was chosen."""
 
-    def __init__(self, share: float, num_elements: int) -> None:
-        """``share``: of ``num_elements``, those of all parameters."""
-        lead = max(LEAD, share)
+    def __init__(self, share: float, num_elements: int, *, lead: float = LEAD) -> None:
+        """``share``: of ``num_elements``, those of all parameters; ``lead``: among so many of the first of them."""
+        lead = max(lead, share)
         self._density = share / lead
         self._left = lead * num_elements
         self._owed = 0.0
@@ -102,11 +102,13 @@ class Diffusion:
         self._owed -= num_elements
 
 
-def cpu_part(num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: bool) -> BoolArray:
+def cpu_part(
+    num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: bool, lead: float = LEAD
+) -> BoolArray:
     """bool: which parameters the CPU updates, about ``wanted_elements`` of all elements.
 
     ``num_elements``: of each parameter that it can update, in the order in which their gradients come. ``evenly``: as
-    `Diffusion` chooses; else those that come first, which are used last in the next forward.
+    `Diffusion` chooses, with ``lead``; else those that come first, which are used last in the next forward.
     """
     sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
     if not evenly:
@@ -114,7 +116,7 @@ def cpu_part(num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: boo
         # Up to the first of which less than half is wanted.
         return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
     total = int(sizes.sum())
-    diffusion = Diffusion(min(max(wanted_elements / max(total, 1), 0.0), 1.0), total)
+    diffusion = Diffusion(min(max(wanted_elements / max(total, 1), 0.0), 1.0), total, lead=lead)
     taken = np.zeros(len(sizes), dtype=bool)
     for index, size in enumerate(sizes.tolist()):
         if diffusion.is_due(size):

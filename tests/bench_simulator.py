@@ -135,26 +135,26 @@ PLACEMENTS = (
     *(("7b", gib, batch, "backward", "device", "states") for gib, batch in ((24, 1), (32, 1), (32, 8))),
     *(("3b", gib, batch, "backward", "device", "states") for gib, batch in ((12, 1), (16, 8))),
     *(
-        ("7b", gib, batch, "backward", "auto", "cpu_order")
+        ("7b", gib, batch, "backward", "auto", "cpu_lead")
         for gib, batch in ((8, 1), (24, 1), (24, 8), (32, 8))
     ),
     *(
-        ("3b", gib, batch, "backward", "auto", "cpu_order")
+        ("3b", gib, batch, "backward", "auto", "cpu_lead")
         for gib, batch in ((8, 1), (12, 1), (12, 8), (16, 8))
     ),
-    *(("7b", gib, batch, "step", "auto", "cpu_order") for gib, batch in ((24, 1), (32, 8))),
+    *(("7b", gib, batch, "step", "auto", "cpu_lead") for gib, batch in ((24, 1), (32, 8))),
 )
 VALUES = {
     "weights": ("spread", "belady"),
     "states": ("belady", "spread"),
-    "cpu_order": ("last used", "spread"),
+    "cpu_lead": (0.6, 1.0),
 }
 
 
 def placement() -> list[dict[str, Any]]:
     lines, rows = [], []
     for model, gib, batch, update_at, update_on, knob in PLACEMENTS:
-        row = Measured(model, gib, batch, update_at, update_on, 0, 0, 0)
+        row = Measured(model, gib, batch, update_at, update_on, 0, 0, 0, cpu_order="spread")
         found = {value: predicted(row, **{knob: value}) for value in VALUES[knob]}
         cells = [
             f"{value} {prediction.seconds:.3f}" if prediction.seconds is not None else f"{value}: -"

@@ -1,6 +1,7 @@
 """The model that a command is asked about: a preset, a file of sizes, a Hugging Face config, or a function in a file.
 
-All are built on meta: no weights are needed, and none are made.
+All are built on meta: no weights are needed, and none are made. Token ids are real zeros: programs look at them, and
+capture wants those that are.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _from_sizes(spec: str, *, batch: int, seq: int | None) -> ModelSource:
     from pager.tools.language_model import make_model
 
     length = seq or (DEFAULT_SEQ if sizes.checkpoint else 128)
-    tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(batch, length, dtype=torch.int64)
     return ModelSource(
         name=name,
         model=make_model(sizes, seed=0, device="meta"),
@@ -121,7 +122,7 @@ def _from_config(
             f"{path} is a Hugging Face config; reading it takes the package transformers (pip install transformers)"
         ) from error
     try:
-        config = transformers.AutoConfig.for_model(**content)
+        config = transformers.AutoConfig.for_model(**{**content, "use_cache": False})
         dtype = str(content.get("dtype") or content.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         torch_dtype = getattr(torch, dtype, None)
         if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
@@ -144,8 +145,10 @@ def _from_config(
         )
         enable({"use_reentrant": False})
     kwargs, tokens = _inputs_of(model, content, batch, seq)
+    # Every published config is called config.json; the model's name is its folder's.
+    folder = path.resolve().parent.name if path.name == "config.json" else ""
     return ModelSource(
-        name=str(content.get("_name_or_path") or path.parent.name or kind).rsplit("/", 1)[-1] or str(kind),
+        name=str(content.get("_name_or_path") or folder or path.stem).rsplit("/", 1)[-1] or str(kind),
         model=model,
         args=(),
         kwargs=kwargs,
@@ -176,7 +179,7 @@ def _inputs_of(model: Any, content: Mapping[str, Any], batch: int, seq: int) -> 
         dtype = next(model.parameters()).dtype
         pixels = torch.zeros(batch, channels, side, side, dtype=dtype, device="meta")
         return {"pixel_values": pixels}, batch
-    tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(batch, seq, dtype=torch.int64)
     kwargs = {"input_ids": tokens}
     if "labels" in inspect.signature(model.forward).parameters:
         kwargs["labels"] = tokens
@@ -207,6 +210,10 @@ def _from_function(path: Path, function: str, *, batch: int, seq: int | None) ->
         () if isinstance(inputs, dict) else tuple(inputs if isinstance(inputs, (tuple, list)) else (inputs,))
     )
     kwargs = dict(inputs) if isinstance(inputs, dict) else {}
+    args, kwargs = (
+        tuple(map(_real_indices, args)),
+        {name: _real_indices(value) for name, value in kwargs.items()},
+    )
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     # Rows of the first input, or its tokens where it holds indices.
     first = tensors[0] if tensors else None
@@ -216,6 +223,19 @@ def _from_function(path: Path, function: str, *, batch: int, seq: int | None) ->
         raise InputError(f"{path}:{function}: the model has no parameters")
     dtype = str(max(parameters, key=lambda p: p.numel()).dtype).removeprefix("torch.")
     return ModelSource(name=function, model=model, args=args, kwargs=kwargs, tokens=tokens, dtype=dtype)
+
+
+def _real_indices(value: Any) -> Any:
+    """Zeros instead of an integer tensor without values."""
+    import torch
+
+    if (
+        isinstance(value, torch.Tensor)
+        and value.is_meta
+        and not (value.is_floating_point() or value.is_complex())
+    ):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return value
 
 
 def _function_of(path: Path, function: str) -> Callable[..., Any]:

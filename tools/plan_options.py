@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from pager.errors import ConfigError
 from pager.tools.errors import InputError
-from pager.tools.machine import Machine, load_machine
 from pager.units import parse_size
 
 if TYPE_CHECKING:
     from pager.tools.captured import CapturedModel
+    from pager.tools.machine import Machine
     from pager.tools.prediction import Wanted
 
 __all__ = [
@@ -73,6 +73,7 @@ def capture_from(arguments: argparse.Namespace) -> tuple[CapturedModel, Machine]
     """The model's step, captured, and the machine. InputError for options that cannot be."""
     from pager.config import Config
     from pager.tools.captured import capture_model
+    from pager.tools.machine import load_machine
     from pager.tools.model_source import load_model
 
     for name, lowest in (("batch", 1), ("seq", 2), ("prefetch_distance", 0)):

@@ -23,7 +23,7 @@ from pager.optim.adopted import UNIT_BYTES
 from pager.policies.placement import Home, PlacementError, place
 from pager.policies.protocol import make_eviction_policy
 from pager.policies.staying import belady, room_for_staying, share_arena, spread
-from pager.policies.update_split import balanced_share, cpu_part
+from pager.policies.update_split import LEAD, balanced_share, cpu_part
 from pager.tools.captured import CapturedModel
 from pager.tools.machine import Machine
 from pager.units import format_bytes
@@ -45,10 +45,10 @@ _WIRED_SHARE = 0.75
 class Wanted:
     """The knobs of a run. ``compute_seconds``: measured, of forward and backward; None: by the machine's rates.
 
-    ``cpu_share``: None: as the runtime finds it. ``cpu_order``: "spread" (the runtime's) or "last used";
-    ``weights``, ``states``: "spread" or "belady". ``num_machines``: each holds all weights, a share of the states, and
-    takes its own batch (on paper only: the runtime uses one device). ``simulated``: as on the simulated device, where
-    the budget is the pages' alone.
+    ``cpu_share``: None: as the runtime finds it. ``cpu_order``: "spread" (the runtime's), over the first ``cpu_lead``
+    of the gradients, or "last used"; ``weights``, ``states``: "spread" or "belady".
+    ``num_machines``: each holds all weights, a share of the states, and takes its own batch (on paper only: the runtime
+    uses one device). ``simulated``: as on the simulated device, where the budget is the pages' alone.
     ``eviction``: a name or a policy object. ``host_bytes``: for homes.
     """
 
@@ -62,6 +62,7 @@ class Wanted:
     compute_seconds: float | None = None
     cpu_share: float | None = None
     cpu_order: str = "spread"
+    cpu_lead: float = LEAD
     weights: str = "spread"
     states: str = "belady"
     num_machines: int = 1
@@ -311,7 +312,9 @@ class _Placing:
         order = can[np.argsort(-self.first_use[can], kind="stable")]
         chosen = np.zeros(len(self.elements), bool)
         wanted = share * float(self.elements.sum())
-        chosen[order] = cpu_part(self.elements[order], wanted, evenly=self.wanted.cpu_order == "spread")
+        chosen[order] = cpu_part(
+            self.elements[order], wanted, evenly=self.wanted.cpu_order == "spread", lead=self.wanted.cpu_lead
+        )
         return chosen
 
     def _below(self, on_cpu: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

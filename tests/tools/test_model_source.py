@@ -63,7 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_a_preset_has_its_inputs() -> None:
     source = load_model("tiny", batch=3, seq=None)
     assert (source.name, source.dtype, source.tokens) == ("tiny", "float32", 3 * 128)
-    assert all(tensor.is_meta for tensor in (*source.args, *source.model.parameters()))
+    assert all(parameter.is_meta for parameter in source.model.parameters())
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -77,6 +77,8 @@ def test_a_hugging_face_config_is_built_and_captured(kind: str, tmp_path: Path) 
     trained = found.step.gradient_tick >= 0
     assert trained.mean() > 0.9
     assert source.tokens == (2 if kind == "vit" else 64)
+    assert source.name == tmp_path.name
+    assert found.way in ("captured on meta", "captured on fake")
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -89,12 +91,14 @@ def test_a_function_in_a_file_gives_model_and_inputs(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         "def make(batch, seq):\n    return nn.Linear(512, 512), (torch.zeros(batch, seq, 512),)\n"
+        "def words():\n    return nn.Embedding(512, 512), torch.ones(2, 5, dtype=torch.int64)\n"
         "def named():\n    return nn.Linear(512, 512), {'input': torch.zeros(4, 512)}\n",
     )
     source = load_model(f"{path}:make", batch=3, seq=7)
     assert source.args[0].shape == (3, 7, 512)
     assert source.tokens == 3
     assert next(source.model.parameters()).is_meta
+    assert load_model(f"{path}:words", batch=1, seq=None).args[0].tolist() == [[0] * 5] * 2
     assert load_model(f"{path}:named", batch=1, seq=None).kwargs["input"].shape == (4, 512)
     assert capture_model(source, Machine(), page_size=2**14).step.num_parameters == 512 * 512
 

@@ -15,6 +15,7 @@ from pager.tools.captured import capture_model
 from pager.tools.machine import Machine
 from pager.tools.model_source import load_model
 from pager.tools.prediction import Prediction, Wanted, predict
+from tests import bench_traffic
 from tests.bench_simulator import MACHINE, MEASURED, Measured, captured, predicted
 
 GIB = 2**30
@@ -152,3 +153,15 @@ def test_the_plans_segments_cover_the_state() -> None:
         of_first = [row for row in rows if row.segment == place * count]
         assert sum(row.num_pages for row in of_first) == specs[place * count].num_pages
     assert int(trace.segment.max()) < 2 * count
+
+
+def test_a_step_on_the_simulated_device_moves_what_is_predicted() -> None:
+    """Within a tenth, in both directions, by the runtime itself (docs/benchmarks.md has `small` too)."""
+    moved = bench_traffic.run("tiny", page_size="16KiB", share=0.25, num_steps=2)
+    tiny = capture_model(load_model("tiny", batch=2, seq=64), MACHINE, page_size=2**14, is_gpu=False)
+    step = predict(
+        tiny, MACHINE, Wanted(budget_bytes=moved["device_budget_bytes"], host_bytes=GIB, simulated=True)
+    ).step
+    assert step is not None
+    assert step.page_in_bytes == pytest.approx(moved["page_in_bytes"], rel=0.1)
+    assert step.page_out_bytes == pytest.approx(moved["page_out_bytes"], rel=0.1)
