@@ -6,6 +6,7 @@ and other processes may eat what was free. So between two steps the whole proces
 1. above the high watermark, or where the machine (or the cgroup) has next to nothing left, the pageable part of what is
    ours is given back: garbage, the heap's free memory, free pieces of the arena and the free frames of pageable ones;
 2. that is done until the low watermark; a line says what came of it;
+   What was in vain is not tried again before the process has grown;
 3. what is page-locked and in use stays: it is the training state. If that is too much, a warning says so, once for each
    time that the budget is passed.
 """
@@ -45,6 +46,8 @@ class HostCap:
         self._homes = homes
         self._looked = float("-inf")
         self._is_warned = False
+        # What the process took when nothing more could be given back.
+        self._least_bytes = 0
 
     def resolve(self, knob: int | float | str) -> int:
         """Bytes meant by ``host_budget``. Raises BudgetError if what is in use cannot be brought under that, after
@@ -70,6 +73,7 @@ class HostCap:
         self.budget_bytes = budget_bytes
         self._is_warned = False
         self._looked = float("-inf")
+        self._least_bytes = 0
 
     def look(self) -> None:
         """Between two steps; see the head of this file."""
@@ -78,6 +82,8 @@ class HostCap:
             return
         self._looked = now
         used, free = process_bytes(), free_host_bytes()
+        if self._least_bytes * HIGH <= used <= self._least_bytes * (2 - HIGH):
+            return  # tried in vain, and not much has come or gone since
         if free < LEAST_FREE * host_limit_bytes():
             self._give_back(
                 f"only {format_bytes(free)} of memory are left to all processes", self.budget_bytes
@@ -89,8 +95,9 @@ class HostCap:
             )
         else:
             self._is_warned &= used > LOW * self.budget_bytes
+            self._least_bytes = 0
             return
-        used = process_bytes()
+        used = self._least_bytes = process_bytes()
         if used > self.budget_bytes and not self._is_warned:
             self._is_warned = True
             logger.warning(

@@ -170,6 +170,8 @@ class DiskTransfers:
 
     def write_home(self, segment: Segment, home_frame: int, source: torch.Tensor) -> None:
         """Write all of a segment (uint8 on the CPU). Raises TierError; the home is undefined then."""
+        # What was on its way there is old now; and one that had failed would be waited for in vain.
+        self.queue.drop(home_frame, segment.num_pages)
         writes = []
         for frame, num_bytes, offset in self._extents(home_frame, segment.num_bytes):
             part = source[offset : offset + num_bytes]

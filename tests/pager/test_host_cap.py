@@ -97,14 +97,20 @@ def test_what_cannot_be_given_back_is_warned_of_once_for_each_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = Machine(monkeypatch, used=150 * MIB)
-    cap, _ = make_cap(machine, 100 * MIB, pageable=10 * MIB)
+    cap, homes = make_cap(machine, 100 * MIB, pageable=10 * MIB)
 
     def num_warnings() -> int:
         return sum("more than host_budget = 100.00 MiB" in record.message for record in caplog.records)
 
+    cap.look()
+    homes.pageable = 3 * MIB
     for _ in range(3):
         cap.look()
     assert num_warnings() == 1
+    assert homes.pageable == 3 * MIB, "it was in vain, and nothing has grown"
+    machine.used += 10 * MIB
+    cap.look()
+    assert (num_warnings(), homes.pageable) == (1, 0)
     machine.used = 50 * MIB
     cap.look()
     machine.used = 150 * MIB

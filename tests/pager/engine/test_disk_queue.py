@@ -140,6 +140,21 @@ def test_a_write_of_pages_that_are_read_waits_for_the_read(tmp_path: Path) -> No
     bench.close()
 
 
+def test_two_writes_of_a_page_go_one_after_the_other(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, inline=None)
+    bench.gate = gate = Gate()
+    bench.write(0, 1)
+    gate.wait_until_reached()
+    second, other = bench.write(0, 2), bench.write(5, 3)
+    bench.queue.wait_for_writes([other])
+    assert bench.disk.calls["write"] == 2
+    assert not second.is_done
+    gate.open()
+    bench.queue.settle()
+    assert bench.read(0) == [2]
+    bench.close()
+
+
 def test_reads_and_writes_overlap(tmp_path: Path) -> None:
     """While one thread stands in a read the other writes, and the other way round."""
     for first, second in (("read", "write"), ("write", "read")):
@@ -278,6 +293,21 @@ def test_a_disk_that_was_well_in_between_is_told_of_again(bench: Bench) -> None:
         bench.queue.settle()
 
 
+def test_a_write_that_was_tried_again_by_another_ends_the_sickness(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, room=8 * PAGE)
+    for round_ in range(2):
+        bench.disk.faults = (Fault(operation="write", at=bench.disk.calls["write"] + 1),)
+        bench.write(0, round_)
+        while bench.queue.advance():
+            pass
+        assert isinstance(bench.queue.take_failure(), TierIOError), f"round {round_}"
+        bench.write(1, 7)  # has the failed one tried again
+        while bench.queue.advance():
+            pass
+        assert bench.queue._held == []
+    bench.close()
+
+
 def test_writes_that_are_waited_for_are_given_up_when_they_fail(bench: Bench) -> None:
     fail_writes(bench)
     with pytest.raises(TierIOError):
@@ -373,6 +403,21 @@ def test_nobody_waits_for_a_page_that_is_not_needed_now(tmp_path: Path) -> None:
     assert rig.counters.minor_faults == 1
     rig.transfers.settle()
     np.testing.assert_array_equal(rig.home_value(1), ~values[1])
+    rig.close()
+
+
+def test_a_page_on_its_way_comes_first_once_somebody_stands_still_for_it(tmp_path: Path) -> None:
+    rig, values = make_filled(
+        [PAGE] * 3, arena_frames=3, homes=[Home.DISK] * 3, disk_folder=tmp_path, disk_inline="late"
+    )
+    assert rig.disk is not None
+    for index in range(3):
+        assert rig.prefetch(index)
+    np.testing.assert_array_equal(rig.read(2), values[2])
+    assert rig.disk.calls["read"] == 1
+    assert rig.state(0) == rig.state(1) == [PageState.ARRIVING]
+    for index in (0, 1):
+        np.testing.assert_array_equal(rig.read(index), values[index])
     rig.close()
 
 

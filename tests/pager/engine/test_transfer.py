@@ -174,3 +174,16 @@ def test_last_events_imply_all_that_use_a_run() -> None:
     rig.engine.drain()
     assert run.last_events() == {0: run.uses[0], ready.stream.index: ready}
     rig.close()
+
+
+def test_a_new_value_does_not_wait_for_an_old_one_that_failed(tmp_path: Path) -> None:
+    """A write waits for earlier ones of its frames: also for one that nobody tries again, if it is not dropped."""
+    rig, values = make_rig(Home.DISK, tmp_path, PAGE, spare_pages=8)
+    assert rig.disk is not None
+    rig.write(0, ~values[0])
+    rig.disk.faults = (Fault(operation="write", at=rig.disk.calls["write"] + 1),)
+    rig.evict(0)
+    rig.store(0, values[0])
+    rig.transfers.settle()
+    np.testing.assert_array_equal(rig.home_value(0), values[0])
+    rig.close()
