@@ -102,9 +102,9 @@ def test_three_hundred_steps_cost_no_more_than_three(tmp_path: Path, monkeypatch
             runtime.disk.num_frames,
         )
 
-    train_stubbornly(model, optimizer, 20)
+    train_stubbornly(model, optimizer, 100)  # by then every slot of the ring has been used
     before, resident = look(), process.memory_info().rss
-    train_stubbornly(model, optimizer, 280)
+    train_stubbornly(model, optimizer, 200)
     assert look() == before
     assert process.memory_info().rss - resident < 8 * 2**20
     model.pager.close()
