@@ -32,7 +32,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def make_managed() -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = make()
     checks = Checks(daemon="inline", poison=True, streams="late", happens_before=True)
-    pager.manage(model, optimizer, device="cpu", device_budget="320KiB", page_size="16KiB", checks=checks)
+    pager.manage(model, optimizer, device="cpu", device_budget="272KiB", page_size="16KiB", checks=checks)
     return model, optimizer
 
 
