@@ -33,11 +33,11 @@ handle = pager.manage(
     model, device="cpu", device_budget="64MiB", host_budget=budget, disk=sys.argv[1], disk_budget="600MiB"
 ).pager
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-taken = [process_bytes()]
+taken, in_steps = [process_bytes()], []
 for step in range(4):
     optimizer.zero_grad()
     model(torch.ones(2, 1024)).square().mean().backward()
-    taken.append(process_bytes())
+    in_steps.append(process_bytes())
     optimizer.step()
     taken.append(process_bytes())
 statistics = handle.statistics()
@@ -45,7 +45,8 @@ print(json.dumps({
     "state": 4 * sum(p.numel() * 4 for p in model.parameters()),
     "above_base": budget - base,
     "budget": budget,
-    "taken": [taken[0], *taken[2:]],
+    "taken": taken,
+    "in_steps": in_steps[1:],
     "disk": statistics.disk_bytes,
     "host": statistics.host_bytes,
 }))
@@ -62,6 +63,10 @@ def test_the_process_stays_under_the_host_budget_with_half_as_much_state_again(t
     assert found["state"] == 480 * 2**20
     assert found["state"] == 1.5 * found["above_base"]
     assert found["disk"] > 200 * 2**20
-    # Not in the first backward: what its capture takes for a moment is in no bill yet.
     assert max(found["taken"]) <= found["budget"], found
+    # In backward gradients are on their way from autograd to their pages, some at a time: on the simulated device they
+    # are host memory that is not counted, as activations are. (The first backward's capture takes more for a moment,
+    # which is in no bill yet.)
+    some_gradients = 4 * 2**22
+    assert max(found["in_steps"]) <= found["budget"] + some_gradients, found
     assert list(tmp_path.iterdir()) == []
