@@ -56,6 +56,11 @@ COMMANDS = (
         help="memory, step time and tokens per second by device budget, and whether pager is for you",
         module="pager.tools.estimate",
     ),
+    Command(
+        name="verify",
+        help="train a few steps with and without pager and compare every bit",
+        module="pager.tools.verify",
+    ),
 )
 
 
