@@ -61,6 +61,11 @@ COMMANDS = (
         help="train a few steps with and without pager and compare every bit",
         module="pager.tools.verify",
     ),
+    Command(
+        name="tune",
+        help="find the page size and prefetch distance that train a model fastest here",
+        module="pager.tools.tune",
+    ),
 )
 
 
