@@ -24,6 +24,7 @@ from pager.tools.verify_switches import PAGING, switches_of
 from pager.units import format_bytes
 
 if TYPE_CHECKING:
+    from pager.statistics import Statistics
     from pager.tools.verifier import Verdict
     from pager.tools.verify_run import TensorRow, Work
 
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     knobs.add_argument("--host-budget", metavar="SIZE", default="0.85")
     knobs.add_argument("--disk", metavar="DIR", help="folder of a third tier (default: none)")
+    knobs.add_argument("--disk-budget", metavar="SIZE", help="(default: 90 %% of what is free there)")
     knobs.add_argument("--page-size", metavar="SIZE", default="128KiB")
     knobs.add_argument("--prefetch-distance", type=int, default=4, help="extents kept in flight (default: 4)")
     knobs.add_argument("--eviction", choices=("belady", "clock", "lru"), default="belady")
@@ -121,7 +123,16 @@ def knobs_from(arguments: argparse.Namespace) -> dict[str, Any]:
         raise InputError("--no-paging and --device-budget contradict each other; give one")
     if arguments.disk is not None and not os.path.isdir(arguments.disk):
         raise InputError(f"--disk {arguments.disk}: there is no such folder; make it or name another")
-    names = ("page_size", "prefetch_distance", "eviction", "update_at", "update_on", "master", "disk")
+    names = (
+        "page_size",
+        "prefetch_distance",
+        "eviction",
+        "update_at",
+        "update_on",
+        "master",
+        "disk",
+        "disk_budget",
+    )
     knobs: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     budget = arguments.device_budget
     knobs |= {
@@ -150,6 +161,8 @@ def as_dict(work: Work, where: str, knobs: dict[str, Any], verdict: Verdict) -> 
         ],
         "page_in_bytes": verdict.statistics.page_in_bytes,
         "page_out_bytes": verdict.statistics.page_out_bytes,
+        "disk_read_bytes": verdict.statistics.disk_read_bytes,
+        "disk_write_bytes": verdict.statistics.disk_write_bytes,
         "tensors": [
             {
                 key: str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
@@ -176,6 +189,7 @@ def text_of(work: Work, where: str, knobs: dict[str, Any], verdict: Verdict) -> 
         f"seed {work.seed}",
         f"switched on: {on}",
         paged,
+        *_about_disk(knobs, statistics),
         "",
         *_table([_HEAD, *(_cells(group, rows) for group, rows in _groups(verdict.rows))]),
     ]
@@ -191,6 +205,17 @@ def text_of(work: Work, where: str, knobs: dict[str, Any], verdict: Verdict) -> 
     if len(different) > SHOWN_ROWS:
         lines.append(f"  and {len(different) - SHOWN_ROWS} more (--json has all)")
     return [*lines, "", *verdict.text]
+
+
+def _about_disk(knobs: dict[str, Any], statistics: Statistics) -> list[str]:
+    if knobs["disk"] is None:
+        return []
+    if not statistics.peak_disk_bytes:
+        return [
+            "the disk had no effect: device and host memory hold everything; a lower --host-budget uses it"
+        ]
+    read, written = map(format_bytes, (statistics.disk_read_bytes, statistics.disk_write_bytes))
+    return [f"read {read} from the disk, wrote {written}"]
 
 
 _HEAD = ("tensor", "kind", "shape", "norm", "without pager", "largest difference", "")

@@ -26,7 +26,16 @@ from pager.tools.errors import InputError
 from pager.tools.model_source import ModelSource
 from pager.tools.training import bits_of
 
-__all__ = ["OPTIMIZERS", "Comparison", "Record", "TensorRow", "Work", "train_managed", "train_plainly"]
+__all__ = [
+    "OPTIMIZERS",
+    "Comparison",
+    "Masters",
+    "Record",
+    "TensorRow",
+    "Work",
+    "train_managed",
+    "train_plainly",
+]
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -159,7 +168,7 @@ def train_plainly(
     step fails.
     """
     model = copy.deepcopy(work.source.model).to(device)
-    masters = _Masters(model, master_from_bytes)
+    masters = Masters(model, master_from_bytes)
     optimizer = OPTIMIZERS[work.optimizer](masters.masters, lr=work.lr)
     _seed(work.seed)
     _train(work, model, device, observer, lambda: masters.step(optimizer))
@@ -253,7 +262,7 @@ def _show_rest(
 
 
 @dataclass
-class _Masters:
+class Masters:
     """An ordinary loop's fp32 masters of bf16 parameters; without them the parameters themselves."""
 
     model: nn.Module
@@ -272,6 +281,7 @@ class _Masters:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the masters with the parameters' gradients, and round them to the parameters."""
         pairs = [
             (p, m)
             for p, m in zip(self.params, self.masters, strict=True)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pager.config import Checks
 from pager.tools import cli, verifier
-from pager.tools.verify_run import Comparison, Record, train_managed
+from pager.tools.verify_run import Comparison, Masters, Record, train_managed
 
 # Matrices of a few small pages each, one of them used twice; dropout, so that a wrong seed shows.
 MODEL = """
@@ -146,6 +147,32 @@ def test_masters_are_compared_with_a_loop_that_has_them(
     assert "bit-equal: 85 tensors" in out
 
 
+def test_the_disk_can_be_part_of_it(verify: Run, tmp_path: Path) -> None:
+    code, found = verify("make", "--disk", str(tmp_path), "--host-budget", "1", "--disk-budget", "64MiB")
+    assert code == 0
+    assert found["disk_read_bytes"] > 0
+    assert found["disk_write_bytes"] > 0
+
+
+def test_a_disk_without_effect_says_so(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["verify", f"{file}:make", "--device", "cpu", "--page-size", "16KiB", "--disk", str(tmp_path)]
+    assert cli.main([*argv, "--disk-budget", "64MiB"]) == 0
+    assert "the disk had no effect" in capsys.readouterr().out
+
+
+def test_a_pager_that_does_not_wait_for_its_copies_is_caught(
+    verify: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = functools.partial(Checks, streams="late", skip_wait=lambda stream, event: True)
+    monkeypatch.setattr(verifier, "Checks", broken)
+    code, found = verify("make", "--prefetch-distance", "0")
+    assert code == 1
+    assert "with nothing paged bit-equal: paging makes the difference" in found["explanation"]
+    assert "not expected" in found["explanation"][-1]
+
+
 def test_a_budget_that_holds_everything_says_little(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--device-budget", "64MiB"], ["--no-paging"]):
         assert cli.main(["verify", f"{file}:floats", "--device", "cpu", "--steps", "1", *options]) == 0
@@ -218,6 +245,20 @@ def test_a_budget_too_small_is_a_refusal(file: Path, capsys: pytest.CaptureFixtu
     argv = ["verify", f"{file}:make", "--device", "cpu", "--page-size", "16KiB", "--device-budget", "40KiB"]
     assert cli.main(argv) == 1
     assert "device_budget" in capsys.readouterr().err
+
+
+def test_exact_ties_of_a_master_go_as_the_pagers() -> None:
+    """1 + 2**-8 lies between two weights: the weight is 1, and a paged master moves by one unit towards it."""
+    for num_paged, expected in ((1, 1 + 2**-8 - 2**-23), (2**20, 1 + 2**-8)):
+        model = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+        masters = Masters(model, num_paged)
+        with torch.no_grad():
+            model.weight.fill_(1)
+            masters.masters[0].fill_(1)
+        model.weight.grad = torch.full_like(model.weight, -(2**-8))
+        masters.step(torch.optim.SGD(masters.masters, lr=1.0))
+        assert model.weight.tolist() == [[1.0, 1.0]]
+        assert masters.masters[0].tolist() == [[expected] * 2]
 
 
 # -- the comparison --------------------------------------------------------------------------------------
