@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "knobs_of", "run", "yaml_of"]
 
 
+# Between two runs of one setting; beyond, only a gain that large would be seen.
+LOUD = 0.1
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``pager tune``."""
     add_shared_options(parser)
@@ -196,6 +200,11 @@ def _text(captured: CapturedModel, stages: dict[str, Tuning], last: Tuning) -> l
         lines += ["", "in the simulator" if stage == "simulated" else "on this machine"]
         lines += [f"  {_line(trial)}" for trial in tuning.trials]
         lines.append(f"  {tuning.stopped}")
+        if tuning.noise > LOUD:
+            lines.append(
+                f"  two runs of one setting were {tuning.noise:.0%} apart: other work on this machine hides what a "
+                "knob gains; try again when it is quiet, or with more --steps"
+            )
     return [*lines, "", f"{last.best.setting}: {last.gain:.1%} faster than as given"]
 
 

@@ -82,6 +82,16 @@ def test_the_machine_has_the_last_word(
     assert Config.from_yaml(out).prefetch_distance == 16
 
 
+@pytest.mark.parametrize(("second", "loud"), [(1.2, True), (1.05, False)])
+def test_a_loud_machine_is_named(
+    second: float, loud: bool, sizes: str, on_paper: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([1.0, second])
+    on_paper(lambda s: Measurement(seconds=next(times, 2.0), busy_share=0.9))
+    assert cli.main(["tune", sizes, *SMALL, "--seq", "16"]) == 0
+    assert ("were 20% apart: other work on this machine" in capsys.readouterr().out) == loud
+
+
 def test_simulating_only_runs_nothing(sizes: str, on_paper: Any, capsys: pytest.CaptureFixture[str]) -> None:
     made = on_paper(lambda s: Measurement(seconds=1.0))
     assert cli.main(["tune", sizes, *SMALL, "--seq", "16", "--simulate-only", "--json"]) == 0
