@@ -56,6 +56,16 @@ COMMANDS = (
         help="memory, step time and tokens per second by device budget, and whether pager is for you",
         module="pager.tools.estimate",
     ),
+    Command(
+        name="verify",
+        help="train a few steps with and without pager and compare every bit",
+        module="pager.tools.verify",
+    ),
+    Command(
+        name="tune",
+        help="find the page size and prefetch distance that train a model fastest here",
+        module="pager.tools.tune",
+    ),
 )
 
 

@@ -1,7 +1,7 @@
 """The model that a command is asked about: a preset, a file of sizes, a Hugging Face config, or a function in a file.
 
 All are built on meta: no weights are needed, and none are made. Token ids are real zeros: programs look at them, and
-capture wants those that are.
+capture wants those that are. Whoever wants to train it gives a seed: then weights and inputs are drawn, on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pager.tools.model_sizes import PRESETS, load_sizes
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["HELP", "ModelSource", "load_model"]
+__all__ = ["HELP", "ModelSource", "load_model", "show"]
 
 HELP = (
     f"{', '.join(PRESETS)}; a JSON or YAML file of sizes; the config.json of a Hugging Face model; or "
@@ -40,7 +40,7 @@ _SIZE_KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """A model on meta with the inputs of one step. ``tokens``: of a step; ``checkpoints``: it recomputes blocks."""
+    """A model, on meta or drawn, with the inputs of one step. ``tokens``: of a step."""
 
     name: str
     model: nn.Module
@@ -50,42 +50,62 @@ class ModelSource:
     dtype: str
 
 
-def load_model(spec: str, *, batch: int, seq: int | None, checkpoint: bool = True) -> ModelSource:
+def load_model(
+    spec: str, *, batch: int, seq: int | None, checkpoint: bool = True, seed: int | None = None
+) -> ModelSource:
     """Build the model named ``spec`` on meta. ``seq``: tokens of a sequence (None: 2048, small models 128).
 
-    ``checkpoint``: a Hugging Face model recomputes its blocks in backward, as the presets do. Raises InputError for
-    what is not known, cannot be read, says no sizes, or raises (its traceback goes to stderr first).
+    ``checkpoint``: a Hugging Face model recomputes its blocks in backward, as the presets do. ``seed``: build it on the
+    CPU with weights and inputs drawn from it (torch's global seed is set); a function's own inputs stay as they are,
+    but those on meta. Raises InputError for what is not known, cannot be read, says no sizes, or raises (its traceback
+    goes to stderr first).
     """
+    if seed is not None:
+        import torch
+
+        torch.manual_seed(seed)
     path, colon, function = spec.rpartition(":")
     if colon and path.endswith(".py"):
-        return _from_function(Path(path), function, batch=batch, seq=seq)
+        return _from_function(Path(path), function, batch=batch, seq=seq, seed=seed)
     if Path(spec).suffix.lower() == ".json" and Path(spec).is_file():
         content = _read_json(Path(spec))
         if "model_type" in content or "architectures" in content:
             return _from_config(
-                Path(spec), content, batch=batch, seq=seq or DEFAULT_SEQ, checkpoint=checkpoint
+                Path(spec), content, batch=batch, seq=seq or DEFAULT_SEQ, checkpoint=checkpoint, seed=seed
             )
     if spec.endswith(".py"):
         raise InputError(f"{spec} names no function; write {spec}:FUNCTION")
-    return _from_sizes(spec, batch=batch, seq=seq)
+    return _from_sizes(spec, batch=batch, seq=seq, seed=seed)
 
 
-def _from_sizes(spec: str, *, batch: int, seq: int | None) -> ModelSource:
-    import torch
-
+def _from_sizes(spec: str, *, batch: int, seq: int | None, seed: int | None) -> ModelSource:
     name, sizes = load_sizes(spec)
     from pager.tools.language_model import make_model
 
     length = seq or (DEFAULT_SEQ if sizes.checkpoint else 128)
-    tokens = torch.zeros(batch, length, dtype=torch.int64)
+    model = make_model(sizes, seed=seed or 0, device=_device(seed))
+    inputs, targets = (_token_ids((batch, length), sizes.vocabulary, seed) for _ in range(2))
     return ModelSource(
         name=name,
-        model=make_model(sizes, seed=0, device="meta"),
-        args=(tokens, tokens),
+        model=model,
+        args=(inputs, targets),
         kwargs={},
         tokens=batch * length,
         dtype=sizes.dtype,
     )
+
+
+def _device(seed: int | None) -> str:
+    return "meta" if seed is None else "cpu"
+
+
+def _token_ids(shape: tuple[int, int], vocabulary: int, seed: int | None) -> Any:
+    """Zeros where nothing is drawn, else ids below ``vocabulary`` from torch's generator."""
+    import torch
+
+    if seed is None:
+        return torch.zeros(shape, dtype=torch.int64)
+    return torch.randint(vocabulary, shape)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -101,7 +121,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _from_config(
-    path: Path, content: Mapping[str, Any], *, batch: int, seq: int, checkpoint: bool
+    path: Path, content: Mapping[str, Any], *, batch: int, seq: int, checkpoint: bool, seed: int | None
 ) -> ModelSource:
     """A model of ``transformers`` from its config, with its own loss where it has one."""
     kind = content.get("model_type")
@@ -127,12 +147,12 @@ def _from_config(
         torch_dtype = getattr(torch, dtype, None)
         if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
             raise InputError(f"{path}: dtype is {dtype!r}; expected a floating type such as bfloat16")
-        with torch.device("meta"):
+        with torch.device(_device(seed)):
             model = _auto_class(transformers, content).from_config(config, dtype=torch_dtype)
     except InputError:
         raise
     except Exception as error:
-        _show(error)
+        show(error)
         raise InputError(
             f"{path}: transformers {transformers.__version__} makes no model of it "
             f"({type(error).__name__}: {_first_line(error)})"
@@ -144,7 +164,7 @@ def _from_config(
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False})
-    kwargs, tokens = _inputs_of(model, content, batch, seq)
+    kwargs, tokens = _inputs_of(model, content, batch, seq, seed)
     # Every published config is called config.json; the model's name is its folder's.
     folder = path.resolve().parent.name if path.name == "config.json" else ""
     return ModelSource(
@@ -170,31 +190,35 @@ def _auto_class(transformers: Any, content: Mapping[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM if content["model_type"] in mapping else transformers.AutoModel
 
 
-def _inputs_of(model: Any, content: Mapping[str, Any], batch: int, seq: int) -> tuple[dict[str, Any], int]:
+def _inputs_of(
+    model: Any, content: Mapping[str, Any], batch: int, seq: int, seed: int | None
+) -> tuple[dict[str, Any], int]:
     import torch
 
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         side = content.get("image_size", 224)
         channels = content.get("num_channels", 3)
         dtype = next(model.parameters()).dtype
-        pixels = torch.zeros(batch, channels, side, side, dtype=dtype, device="meta")
-        return {"pixel_values": pixels}, batch
-    tokens = torch.zeros(batch, seq, dtype=torch.int64)
-    kwargs = {"input_ids": tokens}
+        pixels = torch.empty(batch, channels, side, side, dtype=dtype, device="meta")
+        return {"pixel_values": pixels if seed is None else _drawn(pixels)}, batch
+    vocabulary = model.get_input_embeddings().num_embeddings if seed is not None else 1
+    kwargs = {"input_ids": _token_ids((batch, seq), vocabulary, seed)}
     if "labels" in inspect.signature(model.forward).parameters:
-        kwargs["labels"] = tokens
+        kwargs["labels"] = _token_ids((batch, seq), vocabulary, seed)
     if content.get("is_encoder_decoder"):
-        kwargs["decoder_input_ids"] = tokens
+        kwargs["decoder_input_ids"] = _token_ids((batch, seq), vocabulary, seed)
     return kwargs, batch * seq
 
 
-def _from_function(path: Path, function: str, *, batch: int, seq: int | None) -> ModelSource:
+def _from_function(
+    path: Path, function: str, *, batch: int, seq: int | None, seed: int | None
+) -> ModelSource:
     import torch
     from torch import nn
 
     if not path.is_file():
         raise InputError(f"{path}: there is no such file")
-    made = _call(path, _function_of(path, function), batch, seq)
+    made = _call(path, _function_of(path, function), batch, seq, _device(seed))
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -210,10 +234,8 @@ def _from_function(path: Path, function: str, *, batch: int, seq: int | None) ->
         () if isinstance(inputs, dict) else tuple(inputs if isinstance(inputs, (tuple, list)) else (inputs,))
     )
     kwargs = dict(inputs) if isinstance(inputs, dict) else {}
-    args, kwargs = (
-        tuple(map(_real_indices, args)),
-        {name: _real_indices(value) for name, value in kwargs.items()},
-    )
+    real = _real_indices if seed is None else _drawn
+    args, kwargs = tuple(map(real, args)), {name: real(value) for name, value in kwargs.items()}
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     # Rows of the first input, or its tokens where it holds indices.
     first = tensors[0] if tensors else None
@@ -221,6 +243,10 @@ def _from_function(path: Path, function: str, *, batch: int, seq: int | None) ->
     parameters = list(model.parameters())
     if not parameters:
         raise InputError(f"{path}:{function}: the model has no parameters")
+    if seed is not None and any(p.is_meta for p in parameters):
+        raise InputError(
+            f"{path}:{function} puts its parameters on meta itself, so they have no values; leave the device out"
+        )
     dtype = str(max(parameters, key=lambda p: p.numel()).dtype).removeprefix("torch.")
     return ModelSource(name=function, model=model, args=args, kwargs=kwargs, tokens=tokens, dtype=dtype)
 
@@ -238,6 +264,15 @@ def _real_indices(value: Any) -> Any:
     return value
 
 
+def _drawn(value: Any) -> Any:
+    """Numbers from torch's generator instead of a tensor without values: normal ones; zeros for integers."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.is_meta and value.is_floating_point():
+        return torch.randn(value.shape, dtype=value.dtype, device="cpu")
+    return _real_indices(value)
+
+
 def _function_of(path: Path, function: str) -> Callable[..., Any]:
     name = f"_pager_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -250,7 +285,7 @@ def _function_of(path: Path, function: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        _show(error)
+        show(error)
         raise InputError(f"{path} raised {type(error).__name__}: {_first_line(error)}") from error
     finally:
         sys.path.pop(0)
@@ -262,8 +297,8 @@ def _function_of(path: Path, function: str) -> Callable[..., Any]:
     return made
 
 
-def _call(path: Path, function: Callable[..., Any], batch: int, seq: int | None) -> Any:
-    """Call the user's function on meta, with ``batch`` and ``seq`` where it takes them."""
+def _call(path: Path, function: Callable[..., Any], batch: int, seq: int | None, device: str) -> Any:
+    """Call the user's function on ``device``, with ``batch`` and ``seq`` where it takes them."""
     import torch
 
     try:
@@ -274,16 +309,16 @@ def _call(path: Path, function: Callable[..., Any], batch: int, seq: int | None)
     if "seq" in names and (seq is not None or names["seq"].default is inspect.Parameter.empty):
         given["seq"] = DEFAULT_SEQ if seq is None else seq
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             return function(**given)
     except Exception as error:
-        _show(error)
+        show(error)
         raise InputError(
             f"{path}:{function.__name__} raised {type(error).__name__}: {_first_line(error)}"
         ) from error
 
 
-def _show(error: Exception) -> None:
+def show(error: Exception) -> None:
     """The user's traceback; the line that says what it means to us comes after it."""
     traceback.print_exception(error, file=sys.stderr)
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-__all__ = ["StopOnInterrupt", "TrainingRecord", "compare_models", "deterministic", "train_steps"]
+__all__ = ["StopOnInterrupt", "TrainingRecord", "bits_of", "compare_models", "deterministic", "train_steps"]
 
 Batches = Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]
 
@@ -93,7 +93,8 @@ def train_steps(
             return
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, uint8, flat, on the CPU."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
@@ -104,7 +105,7 @@ def compare_models(ours: nn.Module, plain: nn.Module) -> list[str]:
     for name in expected.keys() & actual.keys():
         if expected[name].shape != actual[name].shape or expected[name].dtype != actual[name].dtype:
             differences.append(f"{name}: shape or dtype differs")
-        elif not torch.equal(_bits(expected[name]), _bits(actual[name])):
+        elif not torch.equal(bits_of(expected[name]), bits_of(actual[name])):
             distance = (
                 (expected[name].detach().cpu().double() - actual[name].detach().cpu().double()).abs().max()
             )

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pager.graph.capture import step_loss
 from pager.tools.captured import capture_model
 from pager.tools.errors import CommandFailed, InputError
 from pager.tools.machine import Machine
@@ -79,6 +81,30 @@ def test_a_hugging_face_config_is_built_and_captured(kind: str, tmp_path: Path) 
     assert source.tokens == (2 if kind == "vit" else 64)
     assert source.name == tmp_path.name
     assert found.way in ("captured on meta", "captured on fake")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "vit"])
+def test_with_a_seed_weights_and_inputs_are_drawn(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS[kind]))
+    one, same, other = (load_model(str(path), batch=2, seq=32, seed=seed) for seed in (5, 5, 6))
+    for name, value in one.kwargs.items():
+        assert value.float().std() > 0, name
+        assert torch.equal(value, same.kwargs[name])
+        assert not torch.equal(value, other.kwargs[name])
+    for parameter, twin in zip(one.model.parameters(), same.model.parameters(), strict=True):
+        assert torch.equal(parameter, twin)
+    loss = step_loss(one.model(**one.kwargs))
+    assert loss is not None
+    assert torch.isfinite(loss)
+
+
+def test_a_preset_with_a_seed_has_targets_of_their_own() -> None:
+    source = load_model("tiny", batch=2, seq=64, seed=1)
+    inputs, targets = source.args
+    assert not torch.equal(inputs, targets)
+    assert 128 < int(inputs.max()) < 256
+    assert not any(parameter.is_meta for parameter in source.model.parameters())
 
 
 def written(tmp_path: Path, text: str) -> Path:
