@@ -36,7 +36,17 @@ EXPORTED = {
 
 # Inside pager/ an import goes to the same or an earlier row, never to a later one.
 LAYERS = (
-    ("errors", "units", "columns", "config", "statistics", "host_limit", "core_limit", "interrupts"),
+    (
+        "errors",
+        "units",
+        "columns",
+        "config",
+        "statistics",
+        "host_limit",
+        "core_limit",
+        "interrupts",
+        "exiting",
+    ),
     ("address_space", "page_table"),
     ("tiers", "device"),
     ("engine", "homes", "device_budget"),

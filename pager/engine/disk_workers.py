@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from pager.errors import PagerClosed, PagerInternalError
+from pager.exiting import end_at_exit
 from pager.interrupts import uninterrupted
 
 
@@ -40,6 +41,7 @@ class Workers(ABC):
                 threading.Thread(target=self._loop, name=f"pager-disk-{index}", daemon=True)
                 for index in range(self._num_threads)
             ]
+            end_at_exit(self.stop)
             for thread in self._threads:
                 thread.start()
         self.changed.notify_all()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pager.engine.transfer import EXTENT_BYTES
+from pager.exiting import end_at_exit
 from pager.policies.prefetch import FixedDistance, PrefetchPolicy
 from pager.units import ceil_div
 
@@ -59,6 +60,7 @@ class Pagerd:
         self._thread: threading.Thread | None = None
         if threaded:
             weakref.finalize(self, _wake_up, self._wake)
+            end_at_exit(self.close)
             self._start_thread()
         engine.on_access = self.notify
         engine.on_late_failure = self._stop

@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 
 from pager.core_limit import core_limit
 from pager.errors import PagerClosed
+from pager.exiting import end_at_exit
 from pager.units import ceil_div
 
 __all__ = ["SLICE_ELEMENTS", "UpdateHandle", "UpdatePool", "cut_into_slices", "default_num_threads"]
@@ -153,6 +154,7 @@ class UpdatePool:
         _pools.add(self)
         self._stop = weakref.finalize(self, _stop, self._shared)
         self._stop.atexit = False
+        end_at_exit(self.close)
         for thread in self._threads:
             thread.start()
 
