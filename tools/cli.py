@@ -56,6 +56,11 @@ COMMANDS = (
         help="memory, step time and tokens per second by device budget, and whether pager is for you",
         module="pager.tools.estimate",
     ),
+    Command(
+        name="doctor",
+        help="what of this machine makes paging fast or slow, each with a verdict and what to do",
+        module="pager.tools.doctor.command",
+    ),
 )
 
 
