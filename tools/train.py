@@ -2,8 +2,8 @@
 at least four times the device budget. Without a GPU the device is simulated.
 
 Results go to <out>/<time>-<model>/: losses.json, config.yaml, plan.txt, plan.json, statistics.json,
-resident.csv, resident.png, and check.json after --check. Ctrl-C ends the run after the step that runs and
-leaves the results so far."""
+resident.csv, resident.png, steps.jsonl (a line a step, while it runs: see pager monitor), and check.json
+after --check. Ctrl-C ends the run after the step that runs and leaves the results so far."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from pager.tools.language_model import DecoderModel, make_model
 from pager.tools.model_sizes import num_parameters
 from pager.tools.report import ProgressBar, format_table, plot_resident
 from pager.tools.run_folder import RunFolder, make_run_folder
+from pager.tools.step_log import LOG_NAME, StepLog
 from pager.tools.text import TextBatches, read_text
 from pager.tools.training import (
     StopOnInterrupt,
@@ -103,7 +104,9 @@ def _train_managed(
     status = "failed"
     try:
         _write_plan(handle, folder)
-        completed = _train(job, model, optimizer, batches, record, title=job.model, handle=handle)
+        completed = _train(
+            job, model, optimizer, batches, record, title=job.model, handle=handle, folder=folder
+        )
         status = "completed" if completed else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -125,18 +128,40 @@ def _train(
     record: TrainingRecord,
     *,
     title: str,
-    handle: Handle | None,
+    handle: Handle | None = None,
+    folder: RunFolder | None = None,
 ) -> bool:
-    """Train with a bar; True if all steps were done, False if Ctrl-C asked to stop."""
+    """Train with a bar, and a log of steps in ``folder``; True if all were done, False if Ctrl-C asked to stop."""
     bar = ProgressBar(steps=job.steps, tokens_per_step=job.batch * job.seq, title=title)
-    with contextlib.closing(bar), StopOnInterrupt(bar.say) as stop:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(bar))
+        log = None if folder is None else stack.enter_context(contextlib.closing(_open_log(folder)))
+        stop = stack.enter_context(StopOnInterrupt(bar.say))
 
         def on_step(loss: float, seconds: float) -> bool:
-            bar.step(loss, seconds, handle.statistics() if handle is not None else None)
+            statistics = handle.statistics() if handle is not None else None
+            bar.step(loss, seconds, statistics)
+            if log is not None and handle is not None and statistics is not None:
+                problem = log.write(
+                    len(record.losses),
+                    loss=loss,
+                    seconds=seconds,
+                    statistics=statistics,
+                    history=handle.resident_history(),
+                )
+                if problem is not None:
+                    bar.say(f"warning: {problem}")
             return not stop.requested
 
         train_steps(model, optimizer, batches, steps=job.steps, record=record, on_step=on_step)
     return len(record.losses) == job.steps
+
+
+def _open_log(folder: RunFolder) -> StepLog:
+    try:
+        return StepLog(folder.path)
+    except OSError as error:
+        raise CommandFailed(f"cannot write {folder.path / LOG_NAME}: {error.strerror or error}") from error
 
 
 def _write_plan(handle: Handle, folder: RunFolder) -> None:
@@ -210,7 +235,7 @@ def _check(
     try:
         model.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
-        if not _train(job, model, optimizer, batches, plain, title="unmanaged", handle=None):
+        if not _train(job, model, optimizer, batches, plain, title="unmanaged"):
             _say("interrupted: nothing was compared")
             return EXIT_INTERRUPTED
     except torch.OutOfMemoryError as error:
