@@ -61,6 +61,11 @@ COMMANDS = (
         help="what of this machine makes paging fast or slow, each with a verdict and what to do",
         module="pager.tools.doctor.command",
     ),
+    Command(
+        name="monitor",
+        help="a run while it trains: tiers, hits, stalls, links, and what its waveform says",
+        module="pager.tools.monitor.command",
+    ),
 )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ Sample = tuple[float, int]
 
 # Of one step: enough for its shape, in about a kilobyte.
 SAMPLES_PER_STEP = 64
+LOCK_TRIES = 100
 
 
 class StepLine(NamedTuple):
@@ -63,10 +65,9 @@ class StepLog:
         self.path = folder / LOG_NAME
         self._file: Any = self.path.open("a", encoding="utf-8")
         self._seen_seconds = -1.0
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: readers cannot tell whether the run lives
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Without locks in the file system readers cannot tell whether the run lives.
+        with contextlib.suppress(OSError):
+            _lock(self._file)
 
     def write(
         self, step: int, *, loss: float, seconds: float, statistics: Statistics, history: Sequence[Sample]
@@ -101,6 +102,16 @@ class StepLog:
         if file is not None:
             with contextlib.suppress(OSError):  # what could not be written was told by write()
                 file.close()
+
+
+def _lock(file: Any) -> None:
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a reader looks, for some microseconds
+            time.sleep(0.001)
+        else:
+            return
 
 
 class StepReader:

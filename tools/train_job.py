@@ -102,11 +102,11 @@ def _train_managed(
     handle: Handle = model.pager  # type: ignore[assignment]  # torch types every attribute of a module
     record = TrainingRecord()
     status = "failed"
+    log: StepLog | None = None
     try:
         _write_plan(handle, folder)
-        completed = _train(
-            job, model, optimizer, batches, record, title=job.model, handle=handle, folder=folder
-        )
+        log = _open_log(folder)
+        completed = _train(job, model, optimizer, batches, record, title=job.model, handle=handle, log=log)
         status = "completed" if completed else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -116,7 +116,9 @@ def _train_managed(
             try:
                 _write_results(job, record, status, handle, folder)
             finally:
-                handle.close()
+                # The log last: who sees it closed, and no results, takes the run for a killed one.
+                with contextlib.nullcontext() if log is None else contextlib.closing(log):
+                    handle.close()
     return model, record, status
 
 
@@ -129,14 +131,11 @@ def _train(
     *,
     title: str,
     handle: Handle | None = None,
-    folder: RunFolder | None = None,
+    log: StepLog | None = None,
 ) -> bool:
-    """Train with a bar, and a log of steps in ``folder``; True if all were done, False if Ctrl-C asked to stop."""
+    """Train with a bar, and with a line a step in ``log``; True if all were done, False if Ctrl-C asked to stop."""
     bar = ProgressBar(steps=job.steps, tokens_per_step=job.batch * job.seq, title=title)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(bar))
-        log = None if folder is None else stack.enter_context(contextlib.closing(_open_log(folder)))
-        stop = stack.enter_context(StopOnInterrupt(bar.say))
+    with contextlib.closing(bar), StopOnInterrupt(bar.say) as stop:
 
         def on_step(loss: float, seconds: float) -> bool:
             statistics = handle.statistics() if handle is not None else None

@@ -105,7 +105,14 @@ def test_use_and_misuse(
 
 
 def test_every_command_has_help_and_a_module_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [command.name for command in cli.COMMANDS] == ["train", "bench", "plan", "estimate", "doctor"]
+    assert [command.name for command in cli.COMMANDS] == [
+        "train",
+        "bench",
+        "plan",
+        "estimate",
+        "doctor",
+        "monitor",
+    ]
     for command in cli.COMMANDS:
         assert cli.main([command.name, "--help"]) == 0
         assert "usage: pager" in capsys.readouterr().out
