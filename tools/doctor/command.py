@@ -117,23 +117,29 @@ def _examine_gpu(tick: Tick) -> tuple[list[CheckResult], GpuFacts | None, LinkRa
     busiest = max(
         filter(None, loaded), key=lambda seen: (seen.generation or 0, seen.width or 0), default=None
     )
+    measured = None if rates is None else max(rates.registered_in, rates.registered_out)
+    carries = (
+        busiest.bytes_per_second if busiest is not None and gpu.is_believable(busiest, measured) else None
+    )
     lines = [
         gpu.check_gpu(facts, num_torch, num_driver, str(torch.__version__)),
         link.check_gpu_lock(rates),
-        _pcie_line(num_torch, idle, busiest),
+        _pcie_line(num_torch, idle, busiest, measured),
         link.check_pageable(rates),
-        link.check_registered(rates, None if busiest is None else busiest.bytes_per_second),
+        link.check_registered(rates, carries),
         link.check_both_ways(rates),
     ]
     return lines, facts, rates
 
 
-def _pcie_line(num_gpus: int, idle: PcieLink | None, loaded: PcieLink | None) -> CheckResult:
+def _pcie_line(
+    num_gpus: int, idle: PcieLink | None, loaded: PcieLink | None, measured: float | None
+) -> CheckResult:
     from pager.tools.doctor.gpu import check_pcie
 
     if not num_gpus:
         return CheckResult(name="PCIe link", verdict="not here", found="no GPU")
-    return check_pcie(idle, loaded)
+    return check_pcie(idle, loaded, measured)
 
 
 def nvml_module() -> Any:

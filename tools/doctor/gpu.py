@@ -12,8 +12,19 @@ from typing import Any, NamedTuple
 from pager.tools.doctor.result import CheckResult
 from pager.units import format_bytes
 
-__all__ = ["GpuFacts", "PcieLink", "check_gpu", "check_pcie", "open_nvml", "read_gpu", "read_pcie"]
+__all__ = [
+    "GpuFacts",
+    "PcieLink",
+    "check_gpu",
+    "check_pcie",
+    "is_believable",
+    "open_nvml",
+    "read_gpu",
+    "read_pcie",
+]
 
+# Of what is measured beyond what a link carries, before it is another link.
+TOLERANCE = 1.02
 # GB/s of one lane in one direction, by generation, after line coding.
 _LANE_GB = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
@@ -138,13 +149,31 @@ def check_gpu(facts: GpuFacts | None, num_torch: int, num_driver: int, torch_ver
     )
 
 
-def check_pcie(idle: PcieLink | None, loaded: PcieLink | None) -> CheckResult:
-    """``loaded``: while copies run, which is what counts: at rest a link saves power."""
+def is_believable(loaded: PcieLink | None, measured: float | None) -> bool:
+    """Whether the link can be what NVML says, if copies reached ``measured`` bytes per second. In some virtual machines
+    it tells of a bridge that is not there.
+    """
+    carries = None if loaded is None else loaded.bytes_per_second
+    return carries is None or measured is None or measured <= carries * TOLERANCE
+
+
+def check_pcie(idle: PcieLink | None, loaded: PcieLink | None, measured: float | None = None) -> CheckResult:
+    """``loaded``: while copies run, which is what counts: at rest a link saves power. ``measured``: bytes per second
+    that copies reached.
+    """
     name = "PCIe link"
     if loaded is None or loaded.generation is None or loaded.width is None:
         found = "NVML does not tell generation and width, as in many virtual machines"
         return CheckResult(name=name, verdict="not here", found=found)
     values = {"idle": None if idle is None else idle._asdict(), "loaded": loaded._asdict()}
+    if measured is not None and not is_believable(loaded, measured):
+        return CheckResult(
+            name=name,
+            verdict="not here",
+            found=f"NVML tells {_named(loaded.generation, loaded.width)} under load, but copies reach "
+            f"{measured / 1e9:.1f} GB/s, more than that carries: a virtual machine",
+            values=values,
+        )
     at_rest = f", at rest {_named(idle.generation, idle.width)}" if idle is not None else ""
     found = (
         f"{_named(loaded.generation, loaded.width)} under load{at_rest}; "

@@ -68,9 +68,15 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "make_device", lambda spec: device)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     measure = link.measure_link
-    monkeypatch.setattr(
-        link, "measure_link", lambda device, read: measure(device, read, num_bytes=2**16, load_seconds=0.0)
-    )
+
+    def measure_quickly(device: base.Device, read: Any) -> tuple[link.LinkRates, list[Any]]:
+        rates, answers = measure(device, read, num_bytes=2**16, load_seconds=0.0)
+        if rates.refused:
+            return rates, answers
+        rates = rates._replace(pageable_in=8e9, pageable_out=8e9, registered_in=55e9, registered_out=55e9)
+        return rates._replace(both_ways=50e9, issue_share=0.02), answers
+
+    monkeypatch.setattr(link, "measure_link", measure_quickly)
 
 
 def as_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -95,9 +101,21 @@ def test_with_a_gpu_every_line_has_its_figure(with_gpu: None, capsys: pytest.Cap
     lines = output.out.splitlines()
     assert lines[0].startswith("ok        GPU                A card")
     assert "gen 5 x16 under load, at rest gen 5 x16" in output.out
-    assert "what the link carries (63.0 GB/s)" in output.out
-    assert "each way at once" in output.out
+    assert "87% of what the link carries (63.0 GB/s)" in output.out
+    assert "50.0 GB/s each way at once, 91% of one way alone" in output.out
+    assert [line.split()[0] for line in lines if line.split()[1:2] == ["link,"]] == ["ok"] * 3
     assert "no folder given" in output.out
+
+
+def test_a_link_that_copies_outrun_is_judged_without_nvml(
+    with_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(command.nvml_module().answers, "nvmlDeviceGetCurrPcieLinkGeneration", 1)
+    main(["doctor", "--json"])
+    checks = {line["name"]: line for line in as_json(capsys)["checks"]}
+    assert checks["PCIe link"]["verdict"] == "not here"
+    assert checks["link, registered"]["verdict"] == "ok"
+    assert checks["link, registered"]["values"]["link_bytes_per_second"] is None
 
 
 def test_something_broken_is_exit_code_1(

@@ -16,10 +16,12 @@ from pager.tools.doctor.disk import DiskFacts
 
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: list[int] = []
+    files: list[DiskFile] = []  # kept: what is dropped would be closed by itself
 
     def measure(file: DiskFile, depth: int, *, seconds: float) -> float:
         assert file.num_free * file.page_size >= depth * EXTENT_BYTES
         assert list(tmp_path.iterdir()) != []
+        files.append(file)
         return depth * seconds
 
     monkeypatch.setattr(disk_probe, "measure_rate", measure)

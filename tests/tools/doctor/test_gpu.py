@@ -113,3 +113,15 @@ def test_the_link_counts_under_load(
     assert result.verdict == verdict
     assert found in result.found
     assert bool(result.advice) == (verdict == "slow")
+
+
+def test_a_link_that_copies_outrun_is_not_believed() -> None:
+    told = PcieLink(1, 16, 5, 16, 5)
+    assert gpu.is_believable(told, 3.9e9)
+    assert not gpu.is_believable(told, 55e9)
+    assert gpu.is_believable(None, 55e9)
+    assert gpu.is_believable(told, None)
+    result = gpu.check_pcie(told, told, 55e9)
+    assert result.verdict == "not here"
+    assert "gen 1 x16 under load, but copies reach 55.0 GB/s" in result.found
+    assert gpu.check_pcie(told, PcieLink(5, 16, 5, 16, 5), 55e9).verdict == "ok"
