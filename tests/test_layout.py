@@ -303,6 +303,7 @@ def test_an_unknown_name_of_the_face_is_an_attribute_error() -> None:
         ("pager.optim.cpu_pool", {"torch", "numpy", "numba"}),
         ("pager.tools.cli", {"torch", "numpy", "yaml", "matplotlib"}),
         ("pager.tools.train", {"torch", "matplotlib"}),
+        ("pager.tools.monitor.recorded", {"torch", "matplotlib"}),
     ],
 )
 def test_importing_a_leaf_is_cheap(module: str, unwanted: set[str]) -> None:

@@ -66,6 +66,16 @@ COMMANDS = (
         help="find the page size and prefetch distance that train a model fastest here",
         module="pager.tools.tune",
     ),
+    Command(
+        name="doctor",
+        help="what of this machine makes paging fast or slow, each with a verdict and what to do",
+        module="pager.tools.doctor.command",
+    ),
+    Command(
+        name="monitor",
+        help="a run while it trains: tiers, hits, stalls, links, and what its waveform says",
+        module="pager.tools.monitor.command",
+    ),
 )
 
 

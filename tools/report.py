@@ -12,11 +12,16 @@ from tqdm import tqdm
 from pager.statistics import Statistics
 from pager.units import format_bytes
 
-__all__ = ["ProgressBar", "format_table", "plot_resident"]
+__all__ = ["ProgressBar", "format_table", "make_bar", "plot_resident"]
 
 
 class _Bar(tqdm):
     monitor_interval = 0  # no helper thread of tqdm's beside ours
+
+
+def make_bar(*, total: int, title: str, unit: str) -> Any:
+    """A bar of tqdm's on stderr for work that takes more than a second; silent where nobody watches a terminal."""
+    return _Bar(total=total, desc=title, unit=unit, dynamic_ncols=True, leave=False, disable=None)
 
 
 class ProgressBar:

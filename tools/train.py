@@ -2,8 +2,8 @@
 at least four times the device budget. Without a GPU the device is simulated.
 
 Results go to <out>/<time>-<model>/: losses.json, config.yaml, plan.txt, plan.json, statistics.json,
-resident.csv, resident.png, and check.json after --check. Ctrl-C ends the run after the step that runs and
-leaves the results so far."""
+resident.csv, resident.png, steps.jsonl (a line a step, while it runs: see pager monitor), and check.json
+after --check. Ctrl-C ends the run after the step that runs and leaves the results so far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from pager.tools.errors import InputError
 from pager.tools.model_sizes import PRESETS, ModelSizes, load_sizes
 
-__all__ = ["Job", "add_arguments", "make_job", "run"]
+__all__ = ["Job", "add_arguments", "check_disk_folder", "make_job", "run"]
 
 # The whole state is four times the budget. On a GPU the budget also holds the CUDA context, its libraries and
 # the activations, so there a small model still gets room for those.
@@ -174,7 +174,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
     except (TypeError, ValueError) as error:
         raise InputError(str(error)) from error
     if arguments.disk is not None:
-        _check_disk(arguments.disk)
+        check_disk_folder(arguments.disk)
     return Job(
         model=name,
         sizes=sizes,
@@ -187,8 +187,8 @@ def make_job(arguments: argparse.Namespace) -> Job:
     )
 
 
-def _check_disk(folder: str) -> None:
-    """Before a run folder is made; what the file system itself can do is found when the file is made."""
+def check_disk_folder(folder: str) -> None:
+    """Raises InputError for a folder that no tier can be in. What its file system can do is found later."""
     if not os.path.isdir(folder):
         what = "is not a folder" if os.path.exists(folder) else "there is no such folder"
         raise InputError(f"--disk {folder}: {what}; make it or name another")

@@ -18,6 +18,7 @@ from pager.tools.language_model import DecoderModel, make_model
 from pager.tools.model_sizes import num_parameters
 from pager.tools.report import ProgressBar, format_table, plot_resident
 from pager.tools.run_folder import RunFolder, make_run_folder
+from pager.tools.step_log import LOG_NAME, StepLog
 from pager.tools.text import TextBatches, read_text
 from pager.tools.training import (
     StopOnInterrupt,
@@ -101,9 +102,11 @@ def _train_managed(
     handle: Handle = model.pager  # type: ignore[assignment]  # torch types every attribute of a module
     record = TrainingRecord()
     status = "failed"
+    log: StepLog | None = None
     try:
         _write_plan(handle, folder)
-        completed = _train(job, model, optimizer, batches, record, title=job.model, handle=handle)
+        log = _open_log(folder)
+        completed = _train(job, model, optimizer, batches, record, title=job.model, handle=handle, log=log)
         status = "completed" if completed else "interrupted"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -113,7 +116,9 @@ def _train_managed(
             try:
                 _write_results(job, record, status, handle, folder)
             finally:
-                handle.close()
+                # The log last: who sees it closed, and no results, takes the run for a killed one.
+                with contextlib.nullcontext() if log is None else contextlib.closing(log):
+                    handle.close()
     return model, record, status
 
 
@@ -125,18 +130,37 @@ def _train(
     record: TrainingRecord,
     *,
     title: str,
-    handle: Handle | None,
+    handle: Handle | None = None,
+    log: StepLog | None = None,
 ) -> bool:
-    """Train with a bar; True if all steps were done, False if Ctrl-C asked to stop."""
+    """Train with a bar, and with a line a step in ``log``; True if all were done, False if Ctrl-C asked to stop."""
     bar = ProgressBar(steps=job.steps, tokens_per_step=job.batch * job.seq, title=title)
     with contextlib.closing(bar), StopOnInterrupt(bar.say) as stop:
 
         def on_step(loss: float, seconds: float) -> bool:
-            bar.step(loss, seconds, handle.statistics() if handle is not None else None)
+            statistics = handle.statistics() if handle is not None else None
+            bar.step(loss, seconds, statistics)
+            if log is not None and handle is not None and statistics is not None:
+                problem = log.write(
+                    len(record.losses),
+                    loss=loss,
+                    seconds=seconds,
+                    statistics=statistics,
+                    history=handle.resident_history(),
+                )
+                if problem is not None:
+                    bar.say(f"warning: {problem}")
             return not stop.requested
 
         train_steps(model, optimizer, batches, steps=job.steps, record=record, on_step=on_step)
     return len(record.losses) == job.steps
+
+
+def _open_log(folder: RunFolder) -> StepLog:
+    try:
+        return StepLog(folder.path)
+    except OSError as error:
+        raise CommandFailed(f"cannot write {folder.path / LOG_NAME}: {error.strerror or error}") from error
 
 
 def _write_plan(handle: Handle, folder: RunFolder) -> None:
@@ -210,7 +234,7 @@ def _check(
     try:
         model.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
-        if not _train(job, model, optimizer, batches, plain, title="unmanaged", handle=None):
+        if not _train(job, model, optimizer, batches, plain, title="unmanaged"):
             _say("interrupted: nothing was compared")
             return EXIT_INTERRUPTED
     except torch.OutOfMemoryError as error:

@@ -27,7 +27,7 @@ from pager.device.happens_before import HappensBefore
 from pager.errors import PagerClosed, TierError
 from pager.units import format_bytes
 
-__all__ = ["CudaDevice", "CudaEvent", "CudaStream", "current_index", "num_devices"]
+__all__ = ["CudaDevice", "CudaEvent", "CudaStream", "current_index", "device_uuid", "num_devices"]
 
 
 def num_devices() -> int:
@@ -38,6 +38,11 @@ def num_devices() -> int:
 def current_index() -> int:
     """The number of torch's current CUDA device."""
     return torch.cuda.current_device()
+
+
+def device_uuid(index: int) -> str:
+    """The GPU as NVML knows it: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
+    return _nvml_uuid(str(torch.cuda.get_device_properties(index).uuid))
 
 
 class CudaEvent(Event):
@@ -392,6 +397,10 @@ class CudaDevice(Device):
             stream.native.synchronize()
 
 
+def _nvml_uuid(uuid: str) -> str:
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+
+
 def _nvml_process_bytes(uuid: str) -> int | None:
     try:
         import pynvml
@@ -400,8 +409,7 @@ def _nvml_process_bytes(uuid: str) -> int | None:
     try:
         pynvml.nvmlInit()
         try:
-            # By uuid: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's.
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            handle = pynvml.nvmlDeviceGetHandleByUUID(_nvml_uuid(uuid))
             processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
             # In a container NVML counts the host's process ids; but we hold a context, so a single one is
             # ours.

@@ -112,6 +112,8 @@ def test_every_command_has_help_and_a_module_that_fits(capsys: pytest.CaptureFix
         "estimate",
         "verify",
         "tune",
+        "doctor",
+        "monitor",
     ]
     for command in cli.COMMANDS:
         assert cli.main([command.name, "--help"]) == 0

@@ -36,6 +36,7 @@ RESULTS = {
     "resident.csv",
     "resident.png",
     "statistics.json",
+    "steps.jsonl",
 }
 
 

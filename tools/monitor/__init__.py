@@ -1,0 +1,1 @@
+"""``pager monitor``: a run while it trains, and what its waveform says."""
