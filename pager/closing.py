@@ -12,6 +12,7 @@ errors is raised at the end.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ from pager.policies.protocol import make_eviction_policy
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
     from pager.runtime import Runtime
+
+
+logger = logging.getLogger("pager")
 
 
 class Closing:
@@ -53,6 +57,7 @@ class Closing:
             try:
                 # Before anything is taken apart: a write to a held state dict may be refused here.
                 runtime.mmu.aliases.settle_all()
+                self._tell_of_tear()
                 self._stop()
                 self._take_out()
                 self._release()
@@ -60,6 +65,16 @@ class Closing:
             finally:
                 self._inside = False
             self._raise_failure()
+
+    def _tell_of_tear(self) -> None:
+        """Who trains on without pager should know: nobody refuses it then."""
+        runtime = self._runtime
+        if runtime.in_backward is not None:
+            runtime.in_backward.look_for_tear()
+        if runtime.torn:
+            logger.warning(
+                "closing a model that is torn: %s Load a state dict before training on", runtime.torn
+            )
 
     def _stop(self) -> None:
         runtime = self._runtime

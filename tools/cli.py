@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``pager`` with ``argv`` (default: the process's arguments) and return its exit code."""
     try:
         code = _run(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is, where the shell closed it (`pager ... >&-`)
+            sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has gone (`pager ... | head`). The interpreter would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -48,6 +48,8 @@ class Gradients:
         self._make = make
         # Counts changes of gradients, so that a repeated step() can be told from a new one.
         self.generation = 0
+        # How often one was given up.
+        self.num_zeroed = 0
         # Steps a parameter as soon as its gradient is final; None where gradients wait for ``step()``.
         self.in_backward: InBackward | None = None
 
@@ -150,6 +152,7 @@ class Gradients:
         # An update that was interrupted, or waits, still needs the gradient; dropped, it is kept for it.
         self._mmu.before_access([binding] if value is not None else [])
         self.generation += 1
+        self.num_zeroed += value is None
         if value is None or slot is None:
             binding.set_raw_grad(value)
             if slot is not None:

@@ -17,6 +17,7 @@ are loaded.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from pager.optim.on_cpu import CpuUpdates
     from pager.optim.torn import Torn
     from pager.optim.units import PagedUnit
+
+logger = logging.getLogger("pager.optim")
 
 # Units of the coming parameters that are made ahead, so that their states can be fetched.
 _UNITS_AHEAD = 8
@@ -78,6 +81,9 @@ class BackwardUpdates:
         self._units: dict[Binding, list[StreamedUnit]] = {}
         self._cutters: dict[AdoptedOptimizer, Update] = {}
         self._open: set[int] = set()
+        # Of ``mmu.gradients.num_zeroed`` when the last step ended; None before it, and once the user was told.
+        self._zeroed_before: int | None = None
+        self._was_told = False
         self._loads_seen = torn.num_loads
 
     # -- one gradient ------------------------------------------------------------------------------
@@ -93,6 +99,14 @@ class BackwardUpdates:
             if owner is None:
                 return False
             self._torn.check()
+            if self._zeroed_before == self._mmu.gradients.num_zeroed and not self._was_told:
+                self._was_told = True
+                logger.warning(
+                    "gradients were not zeroed since the last step(). They add up over steps in torch; with "
+                    "update_at='backward' each is used up and none adds up. Call zero_grad() after step(), or manage "
+                    "the model with update_at='step'"
+                )
+            self._zeroed_before = None
             self._enter_backward()
             if binding in self._stepped and self._open - {torch._C._current_graph_task_id()}:
                 self.check_whole()
@@ -234,11 +248,15 @@ class BackwardUpdates:
 
     def check_whole(self) -> None:
         """Raise TornStateError if a backward stopped half way."""
+        self.look_for_tear()
+        self._torn.check()
+
+    def look_for_tear(self) -> None:
+        """Mark the model as torn if a backward stopped half way."""
         self._forget_before_load()
         if self._open - {torch._C._current_graph_task_id()}:
             self._torn.mark("An exception ended a backward in which parameters were updated.")
             self._open.clear()
-        self._torn.check()
 
     def begin_step(self, adopted: AdoptedOptimizer) -> None:
         """``optimizer.step()``: what backward updated is done."""
@@ -268,6 +286,7 @@ class BackwardUpdates:
                 self._mmu.engine.staging.give_back(unit)
             self._ahead.clear()
             self._mmu.engine.transfers.forget_sent()
+            self._zeroed_before = self._mmu.gradients.num_zeroed
             # The first states of the next backward are on their way while its forward runs.
             self._fetch_ahead()
 

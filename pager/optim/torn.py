@@ -35,6 +35,13 @@ class Torn:
         """Raise TornStateError if the model is torn."""
         if self._what:
             raise TornStateError(
-                f"{self._what} Some parameters have taken that step and others have not. They can be read, saved and "
-                "closed; to train on, load a state dict into the model or the optimizer (load_state_dict)."
+                f"{self} They can be read, saved and closed; to train on, load a state dict into the model or the "
+                "optimizer (load_state_dict)."
             )
+
+    def __str__(self) -> str:
+        """What tore the model and what that means; empty if nothing did."""
+        means = (
+            "Some parameters have taken that step and others have not, one perhaps in a part of its elements."
+        )
+        return f"{self._what} {means}" if self._what else ""

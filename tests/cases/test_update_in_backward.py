@@ -10,6 +10,7 @@ import torch
 
 from tests import models
 from tests.cases.plainly import MAKERS, Pair, checks
+from tests.cases.same import manage, train_step
 
 
 @pytest.fixture(autouse=True)
@@ -144,3 +145,53 @@ def test_a_closure_runs_its_own_backward() -> None:
         assert second.item() < first.item()
     pair.train(1)
     pair.close()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    """How many warnings say it."""
+    return sum(text in record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+
+
+@pytest.mark.parametrize("zeroes", ["after the step", "before the backward", "in place", "by hand", "never"])
+def test_who_never_zeroes_gradients_is_told_once(zeroes: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In torch they add up then."""
+    case = models.make_mlp()
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
+    manage(case.model, optimizer, update_at="backward")
+    for step in range(4):
+        if zeroes == "before the backward":
+            optimizer.zero_grad()
+        train_step(case, case.model, step)
+        optimizer.step()
+        if zeroes == "after the step":
+            case.model.zero_grad()
+        if zeroes == "in place":
+            optimizer.zero_grad(set_to_none=False)
+        for param in case.model.parameters() if zeroes == "by hand" else ():
+            param.grad = None
+    assert warnings_of(caplog, "gradients were not zeroed") == (zeroes == "never")
+    handle: Any = case.model.pager
+    handle.close()
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_who_closes_a_torn_model_is_told(breaks: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody refuses to train on from it without pager."""
+    case = models.make_mlp()
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
+    manage(case.model, optimizer, update_at="backward")
+    train_step(case, case.model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if breaks:
+        first = next(iter(case.model.parameters()))
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        first.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            train_step(case, case.model, 1)
+    handle: Any = case.model.pager
+    handle.close()
+    assert warnings_of(caplog, "closing a model that is torn") == breaks
