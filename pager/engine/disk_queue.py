@@ -152,6 +152,7 @@ class DiskQueue(Workers):
         with self.changed:
             write = Write(*self._numbered(frame, num_bytes), slot, filled)
             self._held.append(write)
+            self._supersede_by(write)
             self._start()
         self._run_early()
         return write
@@ -267,6 +268,18 @@ class DiskQueue(Workers):
         with self.changed:
             error, self._failure = self._failure, None
         return error
+
+    def _supersede_by(self, write: Write) -> None:
+        """Let go of writes that nobody needs any more (locked): their frames have a newer value, and no read waits.
+
+        Else a disk that takes nothing for a while would keep every value that its pages have had meanwhile.
+        """
+        for older in [held for held in self._held if held is not write]:
+            is_covered = write.begin <= older.begin and older.end <= write.end
+            if not is_covered or older in self._moving_writes or older.num_readers:
+                continue
+            if not any(read.overlaps(older) for read in (*self._reads, *self._moving_reads)):
+                self._let_go(older)
 
     def _let_go(self, write: Write) -> None:
         """A write is done, or not wanted (locked)."""

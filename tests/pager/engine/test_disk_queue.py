@@ -282,6 +282,30 @@ def test_with_room_writes_to_a_sick_disk_are_kept_and_all_go_out_when_it_is_well
     bench.close()
 
 
+def test_of_a_page_that_a_sick_disk_does_not_take_the_newest_value_is_kept(tmp_path: Path) -> None:
+    """Else each step of a training that goes on would keep one more."""
+    bench = Bench(tmp_path, slots=3, room=6 * PAGE)
+    fail_writes(bench)
+    for value in range(1, 30):
+        bench.write(0, value, num_pages=2)
+        while bench.queue.advance():
+            pass
+        bench.queue.take_failure()
+    assert bench.ring.spare_bytes <= 2 * PAGE
+    assert len(bench.queue._held) <= 2
+    job, before = bench.begin_read(0, 2)
+    bench.write(0, 30, num_pages=2)  # it comes after the read, which waits still
+    bench.queue.join(job)
+    assert before == [29, 29]
+    assert bench.read(0, 2) == [30, 30]
+    bench.disk.faults = ()
+    bench.queue.settle()
+    assert bench.read(0, 2) == [30, 30]
+    assert bench.ring.spare_bytes == 0
+    assert bench.queue._num_taken_for_writes == 0
+    bench.close()
+
+
 def test_a_disk_that_was_well_in_between_is_told_of_again(bench: Bench) -> None:
     for _ in range(2):
         fail_writes(bench)
