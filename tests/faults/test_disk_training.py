@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
+import json
+import subprocess
+import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pager.page_table import Home
-from pager.statistics import Counters
 from tests.faults.media import (
     Medium,
     check_equal,
@@ -21,6 +19,8 @@ from tests.faults.media import (
     train_plainly,
     train_stubbornly,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -80,31 +80,11 @@ def test_each_page_on_disk_is_read_once_and_written_once_a_step(
     model.pager.close()
 
 
-def test_three_hundred_steps_cost_no_more_than_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_hundred_steps_cost_no_more_than_three(tmp_path: Path) -> None:
     """Case 34."""
-    # The sawtooth for people grows to a few MiB by itself.
-    monkeypatch.setattr(Counters, "HISTORY_SAMPLES", 100)
-    model = make_layers()
-    optimizer = make_optimizer(model)
-    runtime = manage_over_three_tiers(
-        monkeypatch, model, optimizer, tmp_path, streams="early", happens_before=False, poison=False
-    )
-    process = psutil.Process()
-
-    def look() -> tuple[int, int, int, int, int]:
-        runtime.engine.transfers.settle()
-        gc.collect()
-        return (
-            len(os.listdir("/proc/self/fd")),
-            threading.active_count(),
-            runtime.host.reserved_bytes,
-            runtime.disk.used_bytes,
-            runtime.disk.num_frames,
-        )
-
-    train_stubbornly(model, optimizer, 100)  # by then every slot of the ring has been used
-    before, resident = look(), process.memory_info().rss
-    train_stubbornly(model, optimizer, 200)
-    assert look() == before
-    assert process.memory_info().rss - resident < 8 * 2**20
-    model.pager.close()
+    command = [sys.executable, "-m", "tests.faults.steady", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    assert after.pop("resident") - before.pop("resident") < 8 * 2**20
+    assert after == before
