@@ -1,4 +1,4 @@
-"""A training over three tiers in a process of its own, with whose memory nobody else meddles: what it takes, as JSON."""
+"""A training over three tiers in a process of its own, where nobody else takes memory: what it takes, as JSON."""
 
 from __future__ import annotations
 
