@@ -9,8 +9,8 @@ step, take so many bytes. Two answers, and no general rule between them:
 - *belady*: what is needed farthest from now streams, so what is used first stays. It is the optimum where only misses
   count, as they do where the link is busy throughout.
 
-Which is faster depends on what is the wall where; ``pager.graph.choose.choose_placement`` simulates both. Measured by
-simulation in docs/benchmarks.md, decided in docs/decisions.md, 30.
+Which is faster depends on what is the wall where: compared by simulation in docs/benchmarks.md, decided in
+docs/decisions.md, 30.
 
 How the arena is shared out stands here too, for the runtime and for predictions.
 """
