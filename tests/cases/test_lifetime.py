@@ -112,7 +112,8 @@ def tensors_and_holders() -> Counter[tuple[Any, ...]]:
     found: Counter[tuple[Any, ...]] = Counter()
     for tensor in [o for o in gc.get_objects() if type(o) is Tensor]:
         holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)}
-        found[(tuple(tensor.shape), *sorted(holders))] += 1
+        key = (tuple(tensor.shape), *sorted(holders))
+        found[key] += 1
     return found
 
 
