@@ -6,7 +6,7 @@ Ceilings are the best of several tries, since a bound must not be beaten by a lu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ TRIES = 5
 UPDATE_BYTES = 28
 
 
-def measure_ceilings(job: StepJob, device: torch.device, machine: Device) -> dict[str, float]:
-    """Rates and seconds by the names of `pager.graph.bound.StepCeilings`, and the bytes that come off the cap."""
+def measure_ceilings(job: StepJob, device: torch.device, machine: Device) -> list[dict[str, float]]:
+    """For each batch, rates and seconds by the names of `pager.graph.bound.StepCeilings`, and the bytes that come off
+    the cap.
+    """
     is_gpu = device.type == "cuda"
     # What can be multiplied without a GPU is small, and the memory of a CPU is shared with others.
     big, small = (2**26, 2**20) if is_gpu else (2**22, 2**18)
@@ -45,16 +47,16 @@ def measure_ceilings(job: StepJob, device: torch.device, machine: Device) -> dic
     device_rate = _update_rate(big, device)
     machine.release_cached_memory()
     context = machine.process_bytes() - machine.allocator_bytes()
-    return {
+    common = {
         **link,
         "device_update_parameters_per_second": device_rate,
         "cpu_update_parameters_per_second": cpu_rate,
         "cpu_update_streaming_parameters_per_second": streaming,
         "host_dram_bytes_per_second": dram,
         "workspace_bytes": float(max(context, 0)),
-        **_compute(job, device, machine),
         "num_threads": float(torch.get_num_threads()),
     }
+    return [{"batch": batch, **common, **compute} for batch, compute in _compute(job, device, machine)]
 
 
 def _best_seconds(run: Callable[[], Any], device: torch.device, *, calls: int = 1) -> float:
@@ -97,23 +99,33 @@ def _triad_rate(num_elements: int) -> float:
     return 3 * a.nbytes / _best_seconds(lambda: torch.add(a, b, alpha=2.0, out=c), torch.device("cpu"))
 
 
-def _compute(job: StepJob, device: torch.device, machine: Device) -> dict[str, float]:
-    """Seconds of forward and backward of the workload alone, no cap, each gradient dropped when it is final.
+def _compute(job: StepJob, device: torch.device, machine: Device) -> Iterator[tuple[int, dict[str, float]]]:
+    """Seconds of forward and backward of the workload alone, no cap, each gradient dropped when it is final; by batch.
 
-    Where the weights do not fit: from a large matrix product, which nothing of this size beats.
+    Where weights or activations do not fit: from a large matrix product, which nothing of this size beats.
     """
+    model: nn.Module | None
     try:
-        return _compute_of_model(job, device, machine)
+        model = make_filled_model(job.sizes, seed=job.seed, device=device)
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(_drop_gradient)
     except torch.OutOfMemoryError:
+        model = None
+    for batch in job.batches:
+        if model is not None:
+            try:
+                yield batch, _compute_of_model(model, batch, job, device, machine)
+                continue
+            except torch.OutOfMemoryError:
+                model = None
         machine.release_cached_memory()
-        return _compute_of_products(job, device)
+        yield batch, _compute_of_products(batch, job, device)
 
 
-def _compute_of_model(job: StepJob, device: torch.device, machine: Device) -> dict[str, float]:
-    model = make_filled_model(job.sizes, seed=job.seed, device=device)
-    for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(_drop_gradient)
-    tokens = torch.randint(job.sizes.vocabulary, (2, job.batch, job.seq), device=device)
+def _compute_of_model(
+    model: nn.Module, batch: int, job: StepJob, device: torch.device, machine: Device
+) -> dict[str, float]:
+    tokens = torch.randint(job.sizes.vocabulary, (2, batch, job.seq), device=device)
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
     machine.release_cached_memory()
     machine.reset_allocator_peak()
@@ -144,14 +156,14 @@ def _drop_gradient(weight: nn.Parameter) -> None:
     weight.grad = None
 
 
-def _compute_of_products(job: StepJob, device: torch.device) -> dict[str, float]:
+def _compute_of_products(batch: int, job: StepJob, device: torch.device) -> dict[str, float]:
     side = 8192
     a, b = (torch.randn(side, side, device=device, dtype=getattr(torch, job.sizes.dtype)) for _ in range(2))
     torch.mm(a, b)
     seconds = _best_seconds(lambda: torch.mm(a, b), device, calls=4)
-    per_pass = 2 * job.num_parameters * job.batch * job.seq / (2 * side**3 / seconds)
+    per_pass = 2 * job.num_parameters * batch * job.seq / (2 * side**3 / seconds)
     return {
         "forward_seconds": per_pass,
         "backward_seconds": (3 if job.sizes.checkpoint else 2) * per_pass,
-        "activation_bytes": float(job.sizes.layers * job.batch * job.seq * job.sizes.hidden * 2),
+        "activation_bytes": float(job.sizes.layers * batch * job.seq * job.sizes.hidden * 2),
     }

@@ -1,12 +1,13 @@
 """One system, in a process of its own: ``python -m pager.tools.bench.child JOB SYSTEM RESULT``.
 
 Writes RESULT (JSON) after each part, so that what was measured before a crash or the time limit is kept:
-``{"setup_seconds", "runs": [one per clip], "error"?}``.
+``{"setup_seconds", "runs": [one per batch and clip], "error"?}``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from pager.device.base import Device, make_device
 from pager.tools.bench.ceilings import measure_ceilings, synchronize
-from pager.tools.bench.job import CEILINGS, DROPPED_STEPS, SYSTEMS, StepJob
+from pager.tools.bench.job import CEILINGS, SYSTEMS, StepJob
 from pager.tools.bench.managed import make_managed
 from pager.tools.bench.peers import PEERS
 from pager.tools.bench.system import Refused, System, Traffic
@@ -130,31 +131,39 @@ def _measure(job: StepJob, name: str, path: Path, result: dict[str, Any]) -> Non
         _write(path, result)
         return
     result["threads"] = torch.get_num_threads()
-    batches = torch.randint(
-        job.sizes.vocabulary,
-        (job.steps, 2, job.batch, job.seq),
-        generator=torch.Generator().manual_seed(job.seed),
-    )
     if SYSTEMS[name].cap_on == "allocator":
         machine.limit_allocator(job.cap_bytes)
     with contextlib.closing(MemorySampler(machine)) as sampler:
         sampler.start()
         began = time.perf_counter()
-        system = make_managed(job, device) if name == "pager" else PEERS[name](job, device, machine)
+        system = _make_system(job, name, device, machine)
         with contextlib.closing(system):
             synchronize(device)
             result |= {"setup_seconds": time.perf_counter() - began, "state": system.state}
             _write(path, result)
-            for clip in job.clips:
-                run = _run(system, batches, clip, device)
+            for batch, clip in itertools.product(job.batches, job.clips):
+                run = _run(system, _tokens(job, batch), clip, device, job.num_dropped)
                 sampler.sample()
-                result["runs"].append(run | _memory(sampler, machine))
+                result["runs"].append({"batch": batch, "clip": clip, **run, **_memory(sampler, machine)})
                 _write(path, result)
             result["facts"] = system.facts()
             _write(path, result)
 
 
-def _run(system: System, batches: Tensor, clip: float | None, device: torch.device) -> dict[str, Any]:
+def _make_system(job: StepJob, name: str, device: torch.device, machine: Device) -> System:
+    knobs = job.knobs_of(name)
+    return PEERS[name](job, device, machine) if knobs is None else make_managed(job, device, knobs)
+
+
+def _tokens(job: StepJob, batch: int) -> Tensor:
+    """(steps, 2, batch, seq) int64: tokens and targets, the same for every system."""
+    generator = torch.Generator().manual_seed(job.seed)
+    return torch.randint(job.sizes.vocabulary, (job.steps, 2, batch, job.seq), generator=generator)
+
+
+def _run(
+    system: System, batches: Tensor, clip: float | None, device: torch.device, num_dropped: int
+) -> dict[str, Any]:
     """Train on ``batches``; seconds of each step, from one loss to the next, as a user's loop sees them.
 
     The device is not synchronized beyond the reading of the loss, so that work may reach over the border of two
@@ -165,24 +174,23 @@ def _run(system: System, batches: Tensor, clip: float | None, device: torch.devi
     before = Traffic()
     synchronize(device)
     for number, batch in enumerate(batches):
-        if number == DROPPED_STEPS:
+        if number == num_dropped:
             before = system.traffic()
         began = time.perf_counter()
         tokens, targets = batch.to(device)
         try:
             losses.append(system.step(tokens, targets, clip).item())
         except Refused as error:
-            return {"clip": clip, "refused": str(error)}
+            return {"refused": str(error)}
         seconds.append(time.perf_counter() - began)
     after = system.traffic()
-    num_kept = len(seconds) - DROPPED_STEPS
+    num_kept = len(seconds) - num_dropped
     moved = [
         None if end is None or begin is None else (end - begin) / num_kept
         for begin, end in zip(before, after, strict=True)
     ]
     synchronize(device)
     return {
-        "clip": clip,
         "losses": losses,
         "seconds": seconds,
         "h2d_bytes_per_step": moved[0],

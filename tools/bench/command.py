@@ -5,7 +5,10 @@ Each system runs in a process of its own with its own time limit; one that is no
 gets a line with the reason. Before them the machine's ceilings are measured, and from those the least seconds any
 schedule could take (the bound). Results are printed and appended to OUT/bench.jsonl, one JSON line a row.
 
-    pager bench step --workload 3b --systems pager,fsdp2,pager --clip both --out runs/bench"""
+    pager bench step --workload 3b --batch 1,8 --systems pager-backward,pager-step,fsdp2 --out runs/bench
+
+"pager" has the knobs named here; pager-step has update_at="step", update_on="device", pager-backward has
+update_at="backward", update_on="auto", both with fp32 masters where a knob here does not say otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from typing import Any
 
 from pager.tools.bench.job import (
     DEFAULT_SYSTEMS,
-    DROPPED_STEPS,
+    LEAST_DROPPED_STEPS,
     StepJob,
     load_workload,
     parse_systems,
@@ -37,10 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.description = __doc__
     work = step.add_argument_group("the work")
     work.add_argument("--workload", default="3b", help="3b, 7b, small, or another model or FILE of sizes")
-    work.add_argument("--batch", type=int, default=1, help="sequences a step (default: 1)")
+    work.add_argument(
+        "--batch", default="1", help="sequences a step; 1,8: both, one after another (default: 1)"
+    )
     work.add_argument("--seq", type=int, help="tokens of a sequence (default: 2048; small models 128)")
     work.add_argument(
-        "--steps", type=int, default=6, help=f"the first {DROPPED_STEPS} are dropped (default: 6)"
+        "--steps", type=int, default=9, help="a third of them, at least two, is dropped (default: 9)"
     )
     work.add_argument(
         "--clip", choices=CLIPS, default="none", help="gradient norm; both: one after another (default: none)"
@@ -72,7 +77,7 @@ def make_job(arguments: argparse.Namespace, *, has_gpu: bool) -> StepJob:
     workload, sizes, cap = load_workload(arguments.workload)
     if arguments.device == "cuda" and not has_gpu:
         raise InputError("--device cuda: torch sees no GPU here; --device cpu simulates one")
-    for name, lowest in (("batch", 1), ("steps", DROPPED_STEPS + 1), ("seq", 2)):
+    for name, lowest in (("steps", LEAST_DROPPED_STEPS + 1), ("seq", 2)):
         value = getattr(arguments, name)
         if value is not None and value < lowest:
             raise InputError(f"--{name} is {value}; expected at least {lowest}")
@@ -88,7 +93,7 @@ def make_job(arguments: argparse.Namespace, *, has_gpu: bool) -> StepJob:
     return StepJob(
         workload=workload,
         sizes=sizes,
-        batch=arguments.batch,
+        batches=_batches(arguments.batch),
         seq=arguments.seq or (2048 if sizes.checkpoint else 128),
         systems=() if arguments.ceilings else parse_systems(arguments.systems),
         cap_bytes=cap if cap is not None else sizes.state_bytes // 4,
@@ -99,6 +104,17 @@ def make_job(arguments: argparse.Namespace, *, has_gpu: bool) -> StepJob:
         timeout=arguments.timeout,
         device="cuda" if on_gpu else "cpu",
     )
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    """Ascending, so that what a process was seen to take grows from run to run."""
+    try:
+        batches = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise InputError(f"--batch is {text!r}; expected a number, or several as in 1,8") from error
+    if batches[0] < 1:
+        raise InputError(f"--batch is {batches[0]}; expected at least 1")
+    return batches
 
 
 def run(arguments: argparse.Namespace) -> int:

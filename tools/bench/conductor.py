@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,6 @@ def conduct(job: StepJob, out: Path, *, as_json: bool) -> int:
     common = {
         "workload": job.workload,
         "parameters": job.num_parameters,
-        "batch": job.batch,
         "seq": job.seq,
         "device": job.device,
         "deterministic": job.deterministic,
@@ -51,19 +52,34 @@ def conduct(job: StepJob, out: Path, *, as_json: bool) -> int:
         path = Path(folder) / "job.json"
         job.write(path)
         result, reason = _run_child(job, CEILINGS, path, out / f"{CEILINGS}.log")
-        ceilings = result.get("ceilings")
-        record.put({"kind": "ceilings", **(ceilings or {"reason": reason})})
+        ceilings = {found["batch"]: found for found in result.get("ceilings", ())}
+        for line in ceilings.values() or [{"reason": reason}]:
+            record.put({"kind": "ceilings", **line})
         if not as_json:
-            print(format_ceilings(ceilings) if ceilings else f"no ceilings, no bound: {reason}", flush=True)
-        for position, system in enumerate(job.systems):
-            for row in _measure(job, system, path, out / f"{position}-{system}.log"):
+            text = (
+                format_ceilings(list(ceilings.values())) if ceilings else f"no ceilings, no bound: {reason}"
+            )
+            print(text, flush=True)
+        for position, (system, own) in enumerate(_parts(job)):
+            own.write(path)
+            for row in _measure(own, system, path, out / f"{position}-{system}.log"):
                 row |= {"position": position}
-                add_bound(row, job, ceilings)
+                add_bound(row, own, ceilings.get(row.get("batch")))
                 record.put({"kind": "step", **row})
                 rows.append(row)
     if not as_json and job.systems:
         print(format_rows(rows), flush=True)
     return 0 if (ceilings and not job.systems) or any(row["status"] == "ok" for row in rows) else 1
+
+
+def _parts(job: StepJob) -> Iterator[tuple[str, StepJob]]:
+    """A system and what it is to do in one process. pager plans for a batch: each has a process of its own."""
+    for system in job.systems:
+        if SYSTEMS[system].is_pager:
+            for batch in job.batches:
+                yield system, dataclasses.replace(job, batches=(batch,))
+        else:
+            yield system, job
 
 
 class _Record:
@@ -93,13 +109,16 @@ def _measure(job: StepJob, system: str, path: Path, log: Path) -> list[dict[str,
     result, reason = _run_child(job, system, path, log)
     seconds = time.perf_counter() - began
     rows = measured_rows(job, system, result)
-    if reason is not None and len(rows) < len(job.clips):
+    if reason is not None and len(rows) < len(job.batches) * len(job.clips):
         status = "refused" if result.get("refused") else "failed"
         rows.append(failed_row(job, system, status, reason))
     for row in rows:
         row["wall_seconds"] = seconds
         text = f"{row['seconds_per_step']:.3f} s a step" if row["status"] == "ok" else row["reason"]
-        print(f"{system}: {row['status']}, {text} ({seconds:.0f} s in all)", file=sys.stderr, flush=True)
+        where = f" at batch {row['batch']}" if "batch" in row else ""
+        print(
+            f"{system}{where}: {row['status']}, {text} ({seconds:.0f} s in all)", file=sys.stderr, flush=True
+        )
     return rows
 
 
@@ -144,7 +163,7 @@ def _environment(job: StepJob, system: str) -> dict[str, str]:
     if job.device == "cuda":
         # CPU optimizers get all cores that this process may use, whatever the shell says.
         environment["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
-        if system not in ("pager", CEILINGS):
+        if system != CEILINGS and not SYSTEMS[system].is_pager:
             # Page-locking by registration costs a quarter of cudaHostAlloc's time. The old name works everywhere.
             environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "pinned_use_cuda_host_register:True")
     return environment

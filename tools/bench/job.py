@@ -20,8 +20,9 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 
-# The first two steps build what a system builds lazily.
-DROPPED_STEPS = 2
+# The first two steps build what a system builds lazily; over a third of them a system may still adapt.
+LEAST_DROPPED_STEPS = 2
+DROPPED_SHARE = 1 / 3
 
 CEILINGS = "ceilings"
 
@@ -33,19 +34,37 @@ class SystemFacts:
     """What to know before a system's numbers are compared.
 
     ``cap_on``: what the cap bounds: the whole process, torch's allocator, or nothing. ``state``: the optimizer
-    state it keeps. ``note`` is shown with its row.
+    state it keeps. ``note`` is shown with its row. ``knobs``: of pager.Config where it is pager, else None.
     """
 
     cap_on: str
     state: str
     needs_gpu: bool = True
     note: str = ""
+    knobs: Mapping[str, Any] | None = None
+
+    @property
+    def is_pager(self) -> bool:
+        """Whether it is pager, with whatever knobs."""
+        return self.knobs is not None
 
 
 FP32 = "fp32 master, fp32 moments"
 
 SYSTEMS: Mapping[str, SystemFacts] = {
-    "pager": SystemFacts(cap_on="process", state="by --master", needs_gpu=False),
+    "pager": SystemFacts(cap_on="process", state="by --master", needs_gpu=False, knobs={}),
+    "pager-step": SystemFacts(
+        cap_on="process",
+        state=FP32,
+        needs_gpu=False,
+        knobs={"update_at": "step", "update_on": "device", "master": "float32"},
+    ),
+    "pager-backward": SystemFacts(
+        cap_on="process",
+        state=FP32,
+        needs_gpu=False,
+        knobs={"update_at": "backward", "update_on": "auto", "master": "float32"},
+    ),
     "gpu": SystemFacts(cap_on="nothing", state=FP32, needs_gpu=False, note="no cap: all of it on the GPU"),
     "traditional": SystemFacts(
         cap_on="nothing",
@@ -63,19 +82,22 @@ SYSTEMS: Mapping[str, SystemFacts] = {
     "deepspeed-zero3": SystemFacts(cap_on="allocator", state=FP32),
 }
 
-DEFAULT_SYSTEMS = "pager,gpu,traditional,fsdp2,torchao,deepspeed-zero2,deepspeed-zero3,pager"
+DEFAULT_SYSTEMS = (
+    "pager-backward,pager-step,gpu,traditional,fsdp2,torchao,deepspeed-zero2,deepspeed-zero3,pager-backward"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepJob:
-    """One ``pager bench step``. ``clips``: None is no clipping. ``knobs``: those of pager.Config that were named.
+    """One ``pager bench step``. ``batches``: sequences a step, one run after another. ``clips``: None is no clipping.
+    ``knobs``: those of pager.Config that were named; they win over a system's own.
 
     ``cap_bytes`` None is no cap; ``device`` "cuda" or "cpu" (the simulated device).
     """
 
     workload: str
     sizes: ModelSizes
-    batch: int
+    batches: tuple[int, ...]
     seq: int
     systems: tuple[str, ...]
     cap_bytes: int | None
@@ -92,6 +114,16 @@ class StepJob:
         """Of the workload's model."""
         return num_parameters(self.sizes)
 
+    @property
+    def num_dropped(self) -> int:
+        """Steps of a run that do not count."""
+        return max(LEAST_DROPPED_STEPS, int(self.steps * DROPPED_SHARE))
+
+    def knobs_of(self, system: str) -> dict[str, Any] | None:
+        """What ``system`` hands to pager.manage; None for one that is not pager."""
+        own = SYSTEMS[system].knobs
+        return None if own is None else {**own, **self.knobs}
+
     def write(self, path: Path) -> None:
         """Leave it for a child to ``read``."""
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
@@ -101,8 +133,8 @@ class StepJob:
         """What ``write`` left."""
         content = json.loads(path.read_text(encoding="utf-8"))
         content["sizes"] = ModelSizes(**content["sizes"])
-        content["systems"] = tuple(content["systems"])
-        content["clips"] = tuple(content["clips"])
+        for name in ("systems", "clips", "batches"):
+            content[name] = tuple(content[name])
         return cls(**content)
 
 

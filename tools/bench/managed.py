@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ __all__ = ["make_managed"]
 
 
 class _Managed(System):
-    def __init__(self, job: StepJob, device: torch.device) -> None:
-        unknown = sorted(job.knobs.keys() - Config.__dataclass_fields__.keys())
+    def __init__(self, job: StepJob, device: torch.device, knobs: Mapping[str, Any]) -> None:
+        unknown = sorted(knobs.keys() - Config.__dataclass_fields__.keys())
         if unknown:
             raise Refused(f"this version of pager has no knob {', '.join(unknown)}")
         self.model = make_model(job.sizes, seed=job.seed, device="meta")
@@ -27,7 +28,7 @@ class _Managed(System):
             self.model.parameters(), fused=device.type != "cpu" or None, **adamw_options()
         )
         paths = {id(module): path for path, module in self.model.named_modules()}
-        example = torch.zeros(2, job.batch, job.seq, dtype=torch.long)
+        example = torch.zeros(2, job.batches[0], job.seq, dtype=torch.long)
 
         def init(module: Any) -> None:
             fill_module(module, paths[id(module)], seed=job.seed, dtype=job.sizes.dtype, device=device)
@@ -40,12 +41,12 @@ class _Managed(System):
                 device_budget=job.cap_bytes,
                 example_inputs=(example[0], example[1]),
                 init=init,
-                **job.knobs,
+                **knobs,
             )
         except ConfigError as error:
             raise Refused(str(error)) from error
         self.handle: Any = self.model.pager
-        master = job.knobs.get("master")
+        master = knobs.get("master")
         self.state = "fp32 master, fp32 moments" if master == "float32" else f"moments in {job.sizes.dtype}"
 
     def step(self, tokens: Tensor, targets: Tensor, clip: float | None) -> Tensor:
@@ -76,6 +77,6 @@ class _Managed(System):
         }
 
 
-def make_managed(job: StepJob, device: torch.device) -> System:
-    """pager with the knobs of the job; Refused where it does not have them."""
-    return _Managed(job, device)
+def make_managed(job: StepJob, device: torch.device, knobs: Mapping[str, Any]) -> System:
+    """pager with ``knobs``, planned for the first batch of the job; Refused where it does not have them."""
+    return _Managed(job, device, knobs)

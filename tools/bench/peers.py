@@ -249,7 +249,7 @@ class _Deepspeed(System):
             model=model,
             model_parameters=list(model.parameters()),
             config={
-                "train_micro_batch_size_per_gpu": job.batch,
+                "train_micro_batch_size_per_gpu": job.batches[0],
                 "gradient_accumulation_steps": 1,
                 "bf16": {"enabled": True},
                 "gradient_clipping": 0.0,

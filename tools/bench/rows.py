@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from pager.graph.bound import BytesPerParameter, StepBound, StepCeilings, step_bound
-from pager.tools.bench.job import DROPPED_STEPS, SYSTEMS, StepJob
+from pager.tools.bench.job import SYSTEMS, StepJob
 
 __all__ = ["add_bound", "failed_row", "measured_rows"]
 
@@ -21,8 +21,8 @@ def _head(job: StepJob, system: str) -> dict[str, Any]:
         "state": facts.state,
         "note": facts.note,
     }
-    if system == "pager":
-        row["knobs"] = dict(job.knobs)
+    if facts.is_pager:
+        row["knobs"] = job.knobs_of(system)
     return row
 
 
@@ -32,11 +32,12 @@ def failed_row(job: StepJob, system: str, status: str, reason: str) -> dict[str,
 
 
 def measured_rows(job: StepJob, system: str, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per clip that the child came to."""
+    """One row per batch and clip that the child came to."""
     rows = []
     for run in result.get("runs", ()):
         if "refused" in run:
-            rows.append({**failed_row(job, system, "refused", run["refused"]), "clip": run["clip"]})
+            where = {key: run[key] for key in ("batch", "clip")}
+            rows.append({**failed_row(job, system, "refused", run["refused"]), **where})
             continue
         row = {**_head(job, system), "status": "ok", **_numbers(job, run)}
         row["state"] = result.get("state") or row["state"]
@@ -48,11 +49,12 @@ def measured_rows(job: StepJob, system: str, result: dict[str, Any]) -> list[dic
 
 
 def _numbers(job: StepJob, run: dict[str, Any]) -> dict[str, Any]:
-    kept = run["seconds"][DROPPED_STEPS:]
+    kept = run["seconds"][job.num_dropped :]
     seconds = statistics.median(kept)
-    tokens = job.batch * job.seq
+    tokens = run["batch"] * job.seq
     stall = run["stall_seconds_per_step"]
     return {
+        "batch": run["batch"],
         "clip": run["clip"],
         "seconds_per_step": seconds,
         "seconds_spread": [min(kept), max(kept)],
@@ -88,7 +90,7 @@ def add_bound(row: dict[str, Any], job: StepJob, ceilings: dict[str, float] | No
     row |= {"bound": None, "of_bound": None}
     if not ceilings:
         return
-    knobs = row.get("knobs", {})
+    knobs = row.get("knobs") or {}
     update_at = knobs.get("update_at", "step")
     best = _bound(row, job, ceilings, update_at, "auto")
     if best is None:
@@ -98,7 +100,7 @@ def add_bound(row: dict[str, Any], job: StepJob, ceilings: dict[str, float] | No
     row["bound_gains"] = dict(best.gains)
     row["bound_loads_seconds"] = dict(best.loads_seconds)
     row["bound_shares"] = {", ".join(names): share for names, share in best.shares.items()}
-    if row["system"] == "pager":
+    if SYSTEMS[row["system"]].is_pager:
         own = _bound(row, job, ceilings, update_at, knobs.get("update_on", "device"))
         row["bound_of_knobs"] = None if own is None else own.seconds
 

@@ -11,6 +11,7 @@ __all__ = ["format_ceilings", "format_rows"]
 
 COLUMNS = (
     "system",
+    "batch",
     "clip",
     "s/step",
     "spread",
@@ -56,7 +57,7 @@ def _walls(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         if row.get("bound"):
             busy = ", ".join(f"{name} {seconds:.3f}" for name, seconds in row["bound_loads_seconds"].items())
-            text = f"bound {row['bound']:.3f} s: wall {row['bound_wall']}; seconds busy: {busy}"
+            text = f"batch {row['batch']}: bound {row['bound']:.3f} s: wall {row['bound_wall']}; seconds busy: {busy}"
             names = systems.setdefault(text, [])
             if row["system"] not in names:
                 names.append(row["system"])
@@ -68,8 +69,9 @@ def _note(row: Mapping[str, Any]) -> str:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    clip = row.get("clip")
-    return f"{row['system']} with clipping at {clip:g}" if clip is not None else str(row["system"])
+    batch, clip = row.get("batch"), row.get("clip")
+    text = str(row["system"]) if batch is None else f"{row['system']} at batch {batch}"
+    return f"{text} with clipping at {clip:g}" if clip is not None else text
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -77,6 +79,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     first, last = row["losses"]
     return (
         row["system"],
+        str(row["batch"]),
         "-" if row["clip"] is None else f"{row['clip']:g}",
         f"{row['seconds_per_step']:.3f}",
         f"{low:.3f}-{high:.3f}",
@@ -99,15 +102,23 @@ def _bytes(number: float | None) -> str:
     return "-" if number is None else format_bytes(number)
 
 
-def format_ceilings(ceilings: Mapping[str, float]) -> str:
-    """What the machine can do, on three lines."""
-    c = ceilings
+def format_ceilings(ceilings: Sequence[Mapping[str, float]]) -> str:
+    """What the machine can do, on two lines and one for each batch."""
+    c = ceilings[0]
     link = " / ".join(f"{c[f'link_{name}_bytes_per_second'] / 1e9:.1f}" for name in ("in", "out", "both"))
-    return (
-        f"link {link} GB/s in / out / each way at once; host DRAM {c['host_dram_bytes_per_second'] / 1e9:.0f} GB/s\n"
+    lines = [
+        f"link {link} GB/s in / out / each way at once; host DRAM {c['host_dram_bytes_per_second'] / 1e9:.0f} GB/s",
         f"AdamW {c['cpu_update_parameters_per_second'] / 1e9:.2f} G parameters/s on the CPU (streaming "
         f"{c['cpu_update_streaming_parameters_per_second'] / 1e9:.2f}), "
-        f"{c['device_update_parameters_per_second'] / 1e9:.1f} on the device\n"
-        f"forward {c['forward_seconds']:.3f} s, backward {c['backward_seconds']:.3f} s, activations "
-        f"{format_bytes(c['activation_bytes'])}, context {format_bytes(c['workspace_bytes'])}"
+        f"{c['device_update_parameters_per_second'] / 1e9:.1f} on the device",
+    ]
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"batch {c['batch']}: forward {c['forward_seconds']:.3f} s, backward {c['backward_seconds']:.3f} s, "
+                f"activations {format_bytes(c['activation_bytes'])}, context {format_bytes(c['workspace_bytes'])}"
+                for c in ceilings
+            ),
+        ]
     )

@@ -54,33 +54,35 @@ def bench(folder: Path, *options: str) -> Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Four systems of which one needs a GPU, without and with clipping."""
+    """Four systems of which one needs a GPU, two batches, without and with clipping."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "wee.json").write_text(json.dumps(dataclasses.asdict(SIZES)))
     systems = "pager,gpu,traditional,fsdp2"
-    work = ("--workload", str(folder / "wee.json"), "--batch", "2", "--seq", "32", "--steps", "3")
+    work = ("--workload", str(folder / "wee.json"), "--batch", "2,1", "--seq", "32", "--steps", "3")
     return bench(folder / "out", *work, "--systems", systems, "--clip", "both")
 
 
 def test_the_whole_ends_well(finished: Finished) -> None:
     assert finished.code == 0, finished.out + finished.err
     kinds = [line["kind"] for line in finished.lines]
-    assert kinds == ["ceilings", *["step"] * 7]
+    assert kinds == ["ceilings"] * 2 + ["step"] * 13
     assert {line["workload"] for line in finished.lines} == {"wee"}
-    assert [line["position"] for line in finished.lines[1:]] == [0, 0, 1, 1, 2, 2, 3]
+    # pager has a process for each batch, the others one.
+    assert [line["position"] for line in finished.lines[2:]] == [0, 0, 1, 1, *[2] * 4, *[3] * 4, 4]
+    assert [line["batch"] for line in finished.lines[:2]] == [1, 2]
 
 
 @pytest.mark.parametrize("system", ["pager", "gpu", "traditional"])
 def test_a_row_adds_up(system: str, finished: Finished) -> None:
     rows = finished.rows(system)
-    assert [row["clip"] for row in rows] == [None, 1.0]
+    assert [(row["batch"], row["clip"]) for row in rows] == [(1, None), (1, 1.0), (2, None), (2, 1.0)]
     for row in rows:
         low, high = row["seconds_spread"]
         assert row["status"] == "ok"
         assert len(row["seconds"]) == 3
         assert 0 < low <= row["seconds_per_step"] <= high
         assert [low, high] == [min(row["seconds"][2:]), max(row["seconds"][2:])]
-        tokens = 2 * 32
+        tokens = row["batch"] * 32
         assert row["tokens_per_second"] * row["seconds_per_step"] == pytest.approx(tokens)
         flops = 6 * num_parameters(SIZES) * tokens
         assert row["model_tflops"] * 1e12 * row["seconds_per_step"] == pytest.approx(flops)
@@ -90,23 +92,25 @@ def test_a_row_adds_up(system: str, finished: Finished) -> None:
 
 
 def test_all_start_alike_and_learn_alike(finished: Finished) -> None:
-    """Same weights, same tokens; and traditional does on the host exactly what gpu does in place."""
+    """Same weights, same tokens; and traditional does on the host exactly what gpu does in place, clipped and not, on
+    and on in one process.
+    """
     unclipped = {system: finished.rows(system)[0]["losses"] for system in ("pager", "gpu", "traditional")}
-    assert unclipped["gpu"] == unclipped["traditional"]
     assert unclipped["pager"][0] == unclipped["gpu"][0]
     # pager keeps bf16 moments here.
     assert unclipped["pager"][1] == pytest.approx(unclipped["gpu"][1], rel=1e-3)
-    assert finished.rows("gpu")[1]["losses"] == finished.rows("traditional")[1]["losses"]
+    alike = [[row["losses"] for row in finished.rows(system)] for system in ("gpu", "traditional")]
+    assert alike[0] == alike[1]
 
 
 def test_what_moves_is_told_where_it_is_known(finished: Finished) -> None:
     state_bytes = 12 * num_parameters(SIZES)
-    (row, _) = finished.rows("traditional")
+    row = finished.rows("traditional")[0]
     assert row["h2d_bytes_per_step"] == row["d2h_bytes_per_step"] == state_bytes
     assert row["stall_share"] is None
-    (row, _) = finished.rows("gpu")
+    row = finished.rows("gpu")[0]
     assert row["h2d_bytes_per_step"] == 0
-    (row, _) = finished.rows("pager")
+    row = finished.rows("pager")[0]
     assert row["h2d_bytes_per_step"] > 0
     assert 0 <= row["stall_share"] < 1
     assert row["knobs"] == {}
@@ -114,7 +118,7 @@ def test_what_moves_is_told_where_it_is_known(finished: Finished) -> None:
 
 
 def test_the_bound_stands_beside_it(finished: Finished) -> None:
-    for row in finished.lines[1:7]:
+    for row in finished.lines[2:-1]:
         assert row["of_bound"] == pytest.approx(row["bound"] / row["seconds_per_step"])
         assert row["bound"] > 0
         assert sum(row["bound_shares"].values()) == pytest.approx(1.0)
@@ -137,7 +141,7 @@ def test_the_table_says_what_is_not_alike(finished: Finished) -> None:
     assert "pager: moments in bfloat16; cap on process" in finished.out
     assert "wall " in finished.out
     assert "GB/s in / out / each way at once" in finished.out
-    assert sum(line.startswith("pager ") for line in finished.out.splitlines()) == 2
+    assert sum(line.startswith("pager ") for line in finished.out.splitlines()) == 4
 
 
 def test_ceilings_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +236,10 @@ def test_on_a_gpu_every_system_gets_all_cores(system: str, monkeypatch: pytest.M
 
 def test_one_that_fails_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = {
+        "batch": 1,
         "clip": None,
         "losses": [5.0, 4.0, 3.0],
-        "seconds": [9.0, 9.0, 2.0],
+        "seconds": [9.0, 9.0, 9.0, 2.0],
         "h2d_bytes_per_step": None,
         "d2h_bytes_per_step": None,
         "stall_seconds_per_step": 1.0,
@@ -249,7 +254,7 @@ def test_one_that_fails_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pyte
             return {"runs": [], "refused": True}, "it would not"
         if system == "traditional":
             return {"runs": [run], "setup_seconds": 1.0}, "it broke"
-        return ({"runs": [run, {"clip": 1.0, "refused": "no"}], "setup_seconds": 1.0}, None)
+        return ({"runs": [run, {"batch": 1, "clip": 1.0, "refused": "no"}], "setup_seconds": 1.0}, None)
 
     monkeypatch.setattr(conductor, "_run_child", run_child)
     finished = bench(tmp_path, "--workload", "tiny", "--clip", "both", "--systems", "gpu,traditional,pager")
@@ -265,7 +270,7 @@ def test_one_that_fails_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pyte
     assert finished.rows("pager")[0]["stall_share"] == 0.5
     # Without ceilings there is no bound.
     assert finished.rows("pager")[0]["bound"] is None
-    assert "pager with clipping at 1: refused: no" in finished.out
+    assert "pager at batch 1 with clipping at 1: refused: no" in finished.out
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
@@ -287,9 +292,14 @@ def test_the_named_workloads_have_their_caps() -> None:
         32,
         11008,
     )
-    assert (three.seq, seven.batch, three.sizes.dtype, three.sizes.checkpoint) == (2048, 8, "bfloat16", True)
-    assert three.systems[0] == three.systems[-1] == "pager"
-    assert set(three.systems) == set(SYSTEMS)
+    assert (three.seq, seven.batches, three.sizes.dtype, three.sizes.checkpoint) == (
+        2048,
+        (8,),
+        "bfloat16",
+        True,
+    )
+    assert three.systems[0] == three.systems[-1] == "pager-backward"
+    assert set(three.systems) == set(SYSTEMS) - {"pager"}
 
 
 def test_only_the_knobs_that_were_named_are_handed_on() -> None:
@@ -300,6 +310,24 @@ def test_only_the_knobs_that_were_named_are_handed_on() -> None:
         "master": "float32",
         "host_budget": "9GiB",
     }
+
+
+def test_a_knob_that_was_named_wins_over_the_systems_own() -> None:
+    job = make_job_of("--update-on", "cpu", "--batch", "8,1")
+    assert job.batches == (1, 8)
+    assert job.knobs_of("pager") == {"update_on": "cpu"}
+    assert job.knobs_of("pager-step") == {"update_at": "step", "update_on": "cpu", "master": "float32"}
+    assert job.knobs_of("pager-backward") == {
+        "update_at": "backward",
+        "update_on": "cpu",
+        "master": "float32",
+    }
+    assert job.knobs_of("gpu") is None
+
+
+@pytest.mark.parametrize(("steps", "dropped"), [(3, 2), (6, 2), (9, 3), (12, 4)])
+def test_a_third_of_the_steps_does_not_count(steps: int, dropped: int) -> None:
+    assert make_job_of("--steps", str(steps)).num_dropped == dropped
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
@@ -318,7 +346,8 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
         (["--systems", ","], "--systems names none"),
         (["--device", "cuda"], "torch sees no GPU here"),
         (["--steps", "2"], "--steps is 2; expected at least 3"),
-        (["--batch", "0"], "--batch is 0"),
+        (["--batch", "8,0"], "--batch is 0; expected at least 1"),
+        (["--batch", "1,many"], "--batch is '1,many'; expected a number, or several as in 1,8"),
         (["--workload", "9b"], "unknown model '9b'"),
     ],
 )

@@ -32,7 +32,7 @@ def make_job(**changes: Any) -> StepJob:
     job = StepJob(
         workload="wee",
         sizes=SIZES,
-        batch=1,
+        batches=(1,),
         seq=16,
         systems=(),
         cap_bytes=2**20,
@@ -100,12 +100,12 @@ def test_clipping_changes_the_step(name: str) -> None:
 
 def test_knobs_that_are_not_there_are_refused() -> None:
     with pytest.raises(Refused, match="has no knob not_a_knob"):
-        make_managed(make_job(knobs={"not_a_knob": 1}), CPU)
+        make_managed(make_job(), CPU, {"not_a_knob": 1})
 
 
 def test_knob_values_that_cannot_work_are_refused() -> None:
     with pytest.raises(Refused, match="host_budget"):
-        make_managed(make_job(knobs={"host_budget": "many"}), CPU)
+        make_managed(make_job(), CPU, {"host_budget": "many"})
 
 
 def test_pager_refuses_to_clip_what_is_updated_in_backward() -> None:
