@@ -15,7 +15,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pager.page_table import Home, PageState
-from pager.policies.staying import room_for_staying, share_arena
+from pager.policies.staying import lent_gradient_bytes, room_for_staying, share_arena
 from pager.units import format_bytes
 
 if TYPE_CHECKING:
@@ -89,6 +89,10 @@ class Residency:
                 if not keep and state.fixed is not None:
                     self._mmu.unfix(state)
         logger.info("%s of optimizer state stay on the device", format_bytes(kept_bytes))
+
+    def lent_bytes(self) -> int:
+        """Of gradients that may wait for their updates while the backward goes on."""
+        return lent_gradient_bytes(self.activation_bytes, self._engine.arena.capacity_bytes)
 
     def needs_slots(self, least_bytes: int) -> None:
         """An optimizer's updates stream through slots of at least ``least_bytes``."""

@@ -159,8 +159,8 @@ class Runtime:
         self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
         self.on_cpu = updates_on_cpu(config.update_on, self.mmu, self.torn, self.homes)
-        self.in_backward = self.mmu.gradients.in_backward = self._updates_in_backward()
         self.residency = Residency(self.mmu, keeps_states=config.update_at == "backward")
+        self.in_backward = self.mmu.gradients.in_backward = self._updates_in_backward()
         self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")
         self.boundary = StepBoundary(
             config,
@@ -187,6 +187,7 @@ class Runtime:
             optimizers=lambda: [known for known in self.optimizers if known.alive],
             num_gradients=self.planner.num_gradients,
             on_cpu=self.on_cpu,
+            lent_bytes=self.residency.lent_bytes,
         )
 
     def _probe(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> ConfigError | None:
@@ -339,9 +340,7 @@ class Runtime:
     # -- optimizers --------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> AdoptedOptimizer:
-        """The adopted form of a user's optimizer, made at first sight. Raises ConfigError where that cannot
-        be.
-        """
+        """The adopted form of a user's optimizer, made at first sight. Raises ConfigError where there can be none."""
         for known in self.optimizers:
             if known.alive and known.optimizer is optimizer:
                 return known

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pager.errors import BudgetError
 from pager.optim.adopted import UNIT_BYTES
 from pager.page_table import Home
+from pager.policies.staying import lent_gradient_bytes
 from pager.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
@@ -62,9 +63,11 @@ def fit_activations(
     if activation_bytes is None:
         return
     largest = max((binding.segment.num_bytes for binding in parameters), default=0)
-    # Beside activations: a gradient on its way into its pages, and the staged copies of a unit of the
-    # update.
-    target = budget.arena_bytes(activation_bytes + 2 * largest + 4 * UNIT_BYTES)
+    # Beside activations: a gradient on its way into its pages, the staged copies of a unit of the update, and
+    # gradients that wait for theirs.
+    beside = activation_bytes + 2 * largest + 4 * UNIT_BYTES
+    lent = lent_gradient_bytes(activation_bytes, budget.arena_bytes(beside))
+    target = budget.arena_bytes(beside + lent)
     need, _ = planner.largest_tick()
     streaming = max(need, _STREAMING_TENSORS * largest)
     boundary.fit_arena(target, least_bytes=_home_bytes(table, arena) + streaming)

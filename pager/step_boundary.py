@@ -32,7 +32,9 @@ logger = logging.getLogger("pager.step_boundary")
 
 # Knobs that may change while the model trains.
 LIVE_KNOBS = ("prefetch_distance", "eviction", "host_budget")
-# A slab holds at least so many of the largest tensor: one in use, one on its way.
+# A slab is worth having if it holds so many of the largest tensor, one in use, one on its way, or is such a part of the
+# first ones: there is room in it for what stays.
+LEAST_SLAB_PART = 4
 SLAB_SEGMENTS = 2
 # Measured and planned seconds of a step may differ by so much before the plan's are scaled again.
 MAX_DRIFT = 2.0
@@ -214,7 +216,9 @@ class StepBoundary:
         arena = self._engine.arena
         largest = max((segment.num_pages for segment in self._engine.space.segments), default=1)
         spare = spare_bytes // arena.page_size
-        while self._slab_frames and spare >= SLAB_SEGMENTS * largest:
+        while self._slab_frames and spare >= min(
+            SLAB_SEGMENTS * largest, self._slab_frames // LEAST_SLAB_PART
+        ):
             frames = min(spare, self._slab_frames)
             self._device.release_cached_memory()
             arena.add_slab(frames)

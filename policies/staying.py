@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ArenaShares", "belady", "room_for_staying", "share_arena", "spread"]
+__all__ = ["ArenaShares", "belady", "lent_gradient_bytes", "room_for_staying", "share_arena", "spread"]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -41,6 +41,11 @@ _MAX_RING_BYTES = 2**31
 _MAX_SLOT_BYTES = 384 * 2**20
 # As a rule: one arrives, one is computed, one leaves, one is free.
 MAX_SLOTS = 4
+
+
+# Of what activations take, and of the arena: gradients that wait for their states beside the backward.
+_LENT_OF_ACTIVATIONS = 16
+_LENT_SHARE = 8
 
 
 class ArenaShares(NamedTuple):
@@ -65,6 +70,14 @@ def share_arena(
         return ArenaShares(0, 0)
     slot_bytes = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least_slot_bytes) // page_size * page_size
     return ArenaShares(ring_bytes // slot_bytes, slot_bytes)
+
+
+def lent_gradient_bytes(activation_bytes: int, arena_bytes: int) -> int:
+    """Bytes of gradients that may wait for their updates while the backward goes on, outside of the arena.
+
+    A block's worth is enough to even out its burst, and shows in the activations as the ring's size does.
+    """
+    return min(activation_bytes // _LENT_OF_ACTIVATIONS, arena_bytes // _LENT_SHARE)
 
 
 def room_for_staying(arena_bytes: int, ring_bytes: int, largest_bytes: int) -> int:

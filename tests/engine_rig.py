@@ -185,7 +185,8 @@ class Rig:
     def close(self) -> None:
         """Give everything back, in the order of the runtime."""
         self.transfers.stop()
-        for stream in (self.device.compute, self.device.h2d, self.device.d2h, self.device.poison):
+        device = self.device
+        for stream in (device.compute, device.beside, device.h2d, device.d2h, device.poison):
             stream.synchronize()
         self.transfers.close()
         self.host.close()

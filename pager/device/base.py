@@ -115,14 +115,15 @@ class Stream(ABC):
     def wait(self, event: Event, *, timed: bool = False) -> None:
         """Work put on this stream from now on starts after ``event``. Never blocks the host on CUDA.
 
-        ``timed`` adds the time this stream stood still for it to ``Device.drain_stall_seconds``.
+        ``timed`` adds the time this stream stood still for it to ``Device.drain_stall_seconds``, unless it is
+        ``Device.beside``: what waits there stops nobody.
         """
         if self.device.is_wait_skipped(self, event):
             return
         with self.device.told():
             if self.device.checker is not None:
                 self.device.checker.wait(self, event)
-            self._wait(event, timed)
+            self._wait(event, timed and self is not self.device.beside)
 
     def copy(
         self, dst: torch.Tensor, src: torch.Tensor, *, reads: Region | None, writes: Region | None
@@ -187,12 +188,18 @@ class Device(ABC):
     h2d: Stream
     d2h: Stream
     poison: Stream
+    # A second compute stream, for what may run beside the model's own kernels.
+    beside: Stream
     checker: HappensBefore | None
     skip_wait: SkipWait | None = None
 
     @abstractmethod
     def current_stream(self) -> Stream:
         """The stream on which torch runs the calling thread's operations; one object per stream."""
+
+    @abstractmethod
+    def computing_on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Within it ``stream`` is the calling thread's current stream, and torch allocates for it."""
 
     @abstractmethod
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:

@@ -235,6 +235,7 @@ class CudaDevice(Device):
         self.h2d = self._new_stream("h2d", torch.cuda.Stream(self.torch_device))
         self.d2h = self._new_stream("d2h", torch.cuda.Stream(self.torch_device))
         self.poison = self._new_stream("poison", torch.cuda.Stream(self.torch_device))
+        self.beside = self._new_stream("beside", torch.cuda.Stream(self.torch_device))
 
     def _new_stream(self, name: str, native: torch.cuda.Stream) -> CudaStream:
         stream = CudaStream(self, name, self._num_streams, native)
@@ -258,6 +259,10 @@ class CudaDevice(Device):
                     stream = self._new_stream(f"compute {len(self._streams)}", native)
         return stream
 
+    def computing_on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        assert isinstance(stream, CudaStream)
+        return torch.cuda.stream(stream.native)
+
     def timing_events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """A pair of events with timing, from the pool where it has one."""
         try:
@@ -273,7 +278,7 @@ class CudaDevice(Device):
         # that stream comes after them. Ours is used on other streams: so they wait, and torch is told to ask
         # them before it hands the slab to somebody else.
         ready = self.current_stream().record()
-        for stream in (self.h2d, self.d2h, self.poison):
+        for stream in (self.h2d, self.d2h, self.poison, self.beside):
             assert isinstance(stream, CudaStream)
             stream.wait(ready)
             slab.record_stream(stream.native)

@@ -14,7 +14,7 @@ The protocol.
    its inputs must be there now), the host synchronizes, or the device closes. Forcing runs the event's stream
    up to the position; a wait met on the way forces that event first, across streams. An event is recorded
    before anyone can wait for it, so this ends.
-3. The compute stream (index 0) holds no queue. Its events are done when recorded.
+3. The compute stream (index 0) and the one beside it hold no queue. Their events are done when recorded.
 4. A pending copy holds what CUDA would hold: addresses. Memory of a slab is looked up by address and read
    through the slab, so a tensor made by ``wrap`` may die meanwhile and the frames may be reused (the checker
    sees that). Registered host memory is held as it is. Any other tensor belongs to torch's allocator, which
@@ -32,11 +32,12 @@ on a busy GPU.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
@@ -81,7 +82,7 @@ class SimulatedEvent(Event):
 
     def _query(self) -> bool:
         device = self.stream.device
-        if self.stream is device.compute and device.lazy_compute:
+        if self.stream.computes and device.lazy_compute:
             return self.is_seen
         return self.is_done
 
@@ -160,6 +161,11 @@ class SimulatedStream(Stream):
         self._num_events = 0
 
     @property
+    def computes(self) -> bool:
+        """Whether torch runs its operations on it, which are done when they are enqueued."""
+        return self is self.device.compute or self is self.device.beside
+
+    @property
     def num_pending(self) -> int:
         """Operations put on this stream that have not happened."""
         return self.num_put - self.num_run
@@ -191,7 +197,7 @@ class SimulatedStream(Stream):
                 raise PagerClosed(f"stream {self.name} belongs to a device that was closed")
             self.queue.append(operation)
             self.num_put += 1
-            if self.device.is_early or self is self.device.compute:
+            if self.device.is_early or self.computes:
                 self.device.run_until(self, self.num_put)
 
 
@@ -227,13 +233,25 @@ class SimulatedDevice(Device):
         self.h2d = SimulatedStream(self, "h2d", 1)
         self.d2h = SimulatedStream(self, "d2h", 2)
         self.poison = SimulatedStream(self, "poison", 3)
+        self.beside = SimulatedStream(self, "beside", 4)
+        self._current = threading.local()
         self._stall_seconds = 0.0
         self._slabs: _Ranges[_Slab] = _Ranges()
         self._registered: _Ranges[bool] = _Ranges()
 
     def current_stream(self) -> SimulatedStream:
-        """The one compute stream, for every thread."""
-        return self.compute
+        """The compute stream, but in `computing_on`."""
+        stream: SimulatedStream = getattr(self._current, "stream", self.compute)
+        return stream
+
+    @contextlib.contextmanager
+    def computing_on(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
 
     def force(self, event: SimulatedEvent) -> None:
         """Make ``event`` happen, and first all that it depends on."""

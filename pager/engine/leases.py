@@ -249,13 +249,22 @@ class Leases:
             run.version = self._versions[run.segment.index]()
 
     def wrote(self, run: Run) -> None:
-        """The current stream has put a write to the pinned run; other streams wait for it before they use it."""
+        """The current stream has put a write to the pinned run; other streams wait for it before they use it.
+
+        If it is the stream beside the compute, this was its last use of the run, and no other lease is alive.
+        """
         stream = self.device.current_stream()
         with self.lock:
             self.mark_dirty(run)
             stream.touch(run.region, write=True)
             run.ready = stream.record()
             run.waited = {stream.index}
+            if stream is self.device.beside:
+                # Recorded now: the compute may use the run long before the notes of dead leases are worked off.
+                for user in run.users.values():
+                    event = run.ready if user is stream else user.record()
+                    merge_fence(run.uses, {event.stream.index: event})
+                run.users = {}
 
     def wait_for_change(self, *, stalls: bool = True) -> None:
         """Wait until a move ends (locked; the lock is free meanwhile). ``stalls``: count it as a stall."""

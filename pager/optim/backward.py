@@ -3,8 +3,8 @@
 With ``update_at="backward"`` the user has said that nothing needs the whole gradient before the step. Then a gradient
 needs no home: it is stepped where autograd left it, and freed. States stream through staging in the order in which
 gradients come, some units ahead of the compute, also across the step (the first states of the next backward are on
-their way during its forward). Where they come too slowly the compute stream waits for them: back-pressure instead
-of storage.
+their way during its forward). The updates run beside the compute (`pager.optim.update_stream`), which waits where too
+many gradients wait for their states: back-pressure instead of storage.
 
 A gradient is final when it has come as often as the trace says (reentrant checkpointing delivers that of a tied
 parameter in parts). Micro-batches that are not the last run in ``accumulate()``: their gradients go to their segments
@@ -20,15 +20,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from pager.errors import ConfigError
 from pager.graph.access_trace import Phase
-from pager.optim.deferred import isolated
+from pager.optim.deferred import is_viewed, isolated
 from pager.optim.streamed import StreamedUnit
 from pager.optim.update import Update
+from pager.optim.update_stream import UpdateStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,8 +59,9 @@ class BackwardUpdates:
         optimizers: Callable[[], Sequence[AdoptedOptimizer]],
         num_gradients: Callable[[int], int],
         on_cpu: CpuUpdates | None,
+        lent_bytes: Callable[[], int],
     ) -> None:
-        """``on_cpu`` updates what it was assigned."""
+        """``on_cpu`` updates what it was assigned. ``lent_bytes``: of gradients that may wait for their updates."""
         self._mmu = mmu
         self._torn = torn
         self._optimizers = optimizers
@@ -66,6 +69,7 @@ class BackwardUpdates:
         self._num_gradients = num_gradients
         self.accumulating = False
         self.on_cpu = on_cpu
+        self._stream = UpdateStream(mmu.engine.device, lent_bytes)
         self._lock = threading.RLock()
         self._owners: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
         self._known_optimizers: list[AdoptedOptimizer] = []
@@ -154,7 +158,11 @@ class BackwardUpdates:
             self._mmu.gradients.add(binding, gradient)
         else:
             self._mmu.note([slot], Phase.GRADIENT, write=True)
-        with isolated(update):
+        is_beside = direct and not kept and not units[0].progress.is_fresh
+        # A view that somebody holds is read without asking, on the compute stream.
+        self._mmu.engine.drain()
+        is_beside = is_beside and not any(map(is_viewed, (binding, *adopted.paged_states(binding).values())))
+        with isolated(update), self._lend(binding, gradient, adopted, units) if is_beside else nullcontext():
             for unit in units:
                 unit.is_noted = True  # the trace has updates after the backward, not in it
                 if isinstance(unit, StreamedUnit):
@@ -168,6 +176,25 @@ class BackwardUpdates:
         if kept or not direct:
             self._mmu.engine.discard(slot.segment)
         self._units[binding] = [unit for unit in units if isinstance(unit, StreamedUnit)]
+
+    def _lend(
+        self,
+        binding: Binding,
+        gradient: torch.Tensor,
+        adopted: AdoptedOptimizer,
+        units: Sequence[PagedUnit | StreamedUnit],
+    ) -> AbstractContextManager[None]:
+        """Computes beside the backward; what the user may drop, or a unit lets go of, outlives the work."""
+        own = [*adopted.optimizer.state[binding.tensor].values(), *units[0].progress.scalars.values()]
+        paged = [state.tensor for state in adopted.paged_states(binding).values()]
+        return self._stream.lend(
+            gradient,
+            [
+                value
+                for value in own
+                if isinstance(value, torch.Tensor) and not any(value is tensor for tensor in paged)
+            ],
+        )
 
     def _owner_of(self, binding: Binding) -> tuple[AdoptedOptimizer, int] | None:
         """The optimizer that steps a parameter, and the parameter's group in it."""
@@ -244,7 +271,12 @@ class BackwardUpdates:
         if task == -1 or task in self._open:
             return
         self._open.add(task)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._open.discard(task))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._leave_backward(task))
+
+    def _leave_backward(self, task: int) -> None:
+        with self._lock:
+            self._stream.join()
+            self._open.discard(task)
 
     def check_whole(self) -> None:
         """Raise TornStateError if a backward stopped half way."""
@@ -268,6 +300,7 @@ class BackwardUpdates:
     def end_step(self) -> None:
         """All optimizers have stepped: the next backward begins anew, most likely in the same order."""
         with self._lock:
+            self._stream.join()
             # What came under accumulate() only was used up by step(); zero_grad() does not see it.
             for binding in [found for known in self._optimizers() for found in known.bindings()]:
                 if binding not in self._stepped and binding.gradient is not None:
@@ -282,6 +315,7 @@ class BackwardUpdates:
                     (binding, *self._owners[binding]) for binding in self._coming if binding in self._owners
                 ]
                 self.on_cpu.assign(known)
+                self.on_cpu.link_rests()
             for unit, _ in self._ahead:
                 self._mmu.engine.staging.give_back(unit)
             self._ahead.clear()

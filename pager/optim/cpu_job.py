@@ -105,12 +105,12 @@ class Job:
         cuts = cut_into_slices(segment.num_elements, num_threads, longest=segment.num_elements)
         return [_Slice(kernel, begin, end, scalars) for begin, end in cuts]
 
-    def start(self, pool: UpdatePool, slices: list[_Slice]) -> None:
-        """Queue the update."""
+    def start(self, pool: UpdatePool, slices: list[_Slice], due: int) -> None:
+        """Queue the update; ``due``: where in the timeline the parameter is used next."""
         if self._run is not None:
             self._engine.hold(self._run)  # though the parameter may have to stream before this is done
             self._engine.note_uses(self._run)
-        self._handle = pool.submit(slices, wait=self._wait, done=self._done)
+        self._handle = pool.submit(slices, wait=self._wait, done=self._done, due=due)
 
     def _home(self, binding: Binding) -> torch.Tensor:
         segment = binding.segment

@@ -1,14 +1,18 @@
 """The threads that update parameters on the CPU.
 
-A job is an extent's update: wait until its gradient is there, run its slices, tell that it is done. Jobs are served
-in the order of submission, and all threads work on the slices of one job before they go on to the next, so that each
-is done as early as can be and what follows it (a copy to the device) starts.
+A job is an extent's update: wait until its gradient is there, run its slices, tell that it is done. Of the jobs that
+are ready the one that is due first is served first, and of those due together the one submitted first. All threads work
+on the slices of one job before they go on to the next, so that each is done as early as can be and what follows it (a
+copy to the device) starts. What is not urgent so gives way: the gradients of the last layers come first, and their
+parameters are used last.
 
 Where a thread looks for work, in this order:
 
-1. a slice of the oldest job that is ready;
-2. the wait of the oldest job that has not been waited for, if no other thread is in a wait;
-3. nothing: it sleeps until something changes.
+1. the wait of the oldest job that has not been waited for, if no thread is in a wait and others work on slices: what is
+   due sooner shall be known of;
+2. a slice of the job that is due first, if fewer threads than ``limit`` allows are at work;
+3. the wait, if there is no slice;
+4. nothing: it sleeps until something changes.
 
 One thread waits at a time, since gradients become final in the order of their jobs: more of them would sleep in
 waits of later jobs while the first has slices to share. A job without a wait is ready at once, also behind
@@ -67,6 +71,7 @@ class UpdateHandle:
     __slots__ = (
         "__weakref__",
         "_done",
+        "_due",
         "_error",
         "_finished",
         "_num_running",
@@ -78,11 +83,13 @@ class UpdateHandle:
     def __init__(
         self,
         order: int,
+        due: int,
         wait: Callable[[], object] | None,
         slices: Sequence[Callable[[], object]],
         done: Callable[[BaseException | None], object] | None,
     ) -> None:
         self._order = order
+        self._due = due
         self._wait = wait  # until it has returned or raised
         self._slices = deque(slices or (_nothing,))  # those that nobody took yet
         self._done = done
@@ -126,11 +133,21 @@ class _Shared:
         self.changed = threading.Condition()
         self.num_submitted = 0
         self.unfinished: dict[int, UpdateHandle] = {}  # by order of submission
-        self.ready: list[tuple[int, UpdateHandle]] = []  # a heap by that order: jobs with slices to take
+        # A heap by when they are due, and that order: jobs with slices to take.
+        self.ready: list[tuple[int, int, UpdateHandle]] = []
+        self.limit = 0  # threads that may be at slices, and those that are
+        self.num_busy = 0
         self.not_waited_for: deque[UpdateHandle] = deque()  # oldest first
         self.is_waiting = False  # a thread is in a job's wait
         self.is_closed = False
         self.is_forked = False
+
+    def make_ready(self, job: UpdateHandle) -> None:
+        """The job's slices may be taken (locked). Wakes as many threads as may take them, and no more: each that wakes
+        up asks for the GIL, which the training wants too.
+        """
+        heapq.heappush(self.ready, (job._due, job._order, job))
+        self.changed.notify(min(max(self.limit - self.num_busy, 1), len(job._slices)))
 
 
 class UpdatePool:
@@ -147,6 +164,7 @@ class UpdatePool:
         if num_threads < 1:
             raise ValueError(f"a pool needs at least one thread, not {num_threads}")
         self._shared = _Shared()
+        self._shared.limit = num_threads
         self._threads = [
             threading.Thread(target=_work, args=(self._shared,), name=f"pager-update-{index}", daemon=True)
             for index in range(num_threads)
@@ -168,8 +186,10 @@ class UpdatePool:
         *,
         wait: Callable[[], object] | None = None,
         done: Callable[[BaseException | None], object] | None = None,
+        due: int = 0,
     ) -> UpdateHandle:
-        """Queue a job; returns at once. Safe from any thread, also from a job's own callables.
+        """Queue a job; returns at once. Safe from any thread, also from a job's own callables. ``due``: when, in any
+        unit; the smallest comes first.
 
         ``wait`` runs first, on one thread, and blocks until the job may begin (an event's ``synchronize``); it must
         not depend on a later job. Then ``slices``, in any order on any thread. ``done`` runs last, once, on one
@@ -179,15 +199,22 @@ class UpdatePool:
         shared = self._shared
         with shared.changed:
             self._check_usable()
-            job = UpdateHandle(shared.num_submitted, wait, slices, done)
+            job = UpdateHandle(shared.num_submitted, due, wait, slices, done)
             shared.num_submitted += 1
             shared.unfinished[job._order] = job
             if wait is None:
-                heapq.heappush(shared.ready, (job._order, job))
+                shared.make_ready(job)
             else:
                 shared.not_waited_for.append(job)
-            shared.changed.notify_all()
+                shared.changed.notify()
         return job
+
+    def limit(self, num_threads: int) -> None:
+        """Let so many threads be at work at a time, at least one; slices under way are finished."""
+        shared = self._shared
+        with shared.changed:
+            shared.limit = min(max(num_threads, 1), self.num_threads)
+            shared.changed.notify_all()
 
     def close(self) -> None:
         """Wait for all that was submitted, and for the threads. May be called again; not from a job.
@@ -238,20 +265,24 @@ def _work(shared: _Shared) -> None:
 
 def _find(shared: _Shared) -> tuple[UpdateHandle, Callable[[], object]] | None:
     """A job and one of its callables, taken; None if there is nothing to do now."""
-    while shared.ready:
-        _, job = shared.ready[0]
+    may_wait = bool(shared.not_waited_for) and not shared.is_waiting
+    while shared.ready and shared.num_busy < shared.limit and not (may_wait and shared.num_busy):
+        *_, job = shared.ready[0]
         call = job._slices.popleft() if job._slices else None  # none are left after an error
         if not job._slices:
             heapq.heappop(shared.ready)
         if call is not None:
             job._num_running += 1
+            shared.num_busy += 1
             return job, call
-    if shared.is_waiting or not shared.not_waited_for:
+    if not may_wait:
         return None
     job = shared.not_waited_for.popleft()
     assert job._wait is not None
     shared.is_waiting = True
     job._num_running += 1
+    if shared.ready:
+        shared.changed.notify()  # somebody else can take what this thread leaves
     return job, job._wait
 
 
@@ -264,11 +295,16 @@ def _account(shared: _Shared, job: UpdateHandle, error: BaseException | None) ->
             job._wait = None
             shared.is_waiting = False
             if job._slices:
-                heapq.heappush(shared.ready, (job._order, job))
-            shared.changed.notify_all()
+                shared.make_ready(job)
+            if shared.not_waited_for:
+                shared.changed.notify()
+        else:
+            shared.num_busy -= 1
         if job._slices or job._num_running > 1:
             job._num_running -= 1
             return
+        if shared.ready:
+            shared.changed.notify()  # this thread has something else to do first
     # The last one out. `_num_running` stays above zero, so that nobody else ends the job.
     done, job._done = job._done, None
     if done is not None:

@@ -184,6 +184,13 @@ class CpuUpdates:
     def first_gradient(self) -> None:
         """The first gradient of a step is here: until now the link had nothing to do."""
         self._rest_seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
+        if self._pool is not None:
+            self._pool.limit(self._num_threads_beside_link(self._pool))
+
+    def link_rests(self) -> None:
+        """The backward is over: until its next gradient host memory is the CPU's alone."""
+        if self._pool is not None:
+            self._pool.limit(self._pool.num_threads)
 
     def was_waited_for(self, seconds: float) -> None:
         """Somebody needed a parameter that the CPU had not updated yet."""
@@ -276,7 +283,7 @@ class CpuUpdates:
                     binding.run.version = binding.version()
             adopted.masters.written(binding)
             binding.pending = job
-            job.start(pool, slices)
+            job.start(pool, slices, adopted.next_use(binding))
             self._gradient_homes.note(slot, job)
             taken.append(job)
             engine.streamed |= {state.segment.index for state in states.values()}
@@ -340,10 +347,14 @@ class CpuUpdates:
 
     def _threads(self) -> UpdatePool:
         if self._pool is None:
-            all_threads = default_num_threads()
-            alone = self._fixed_share is not None  # nothing to speak of streams beside it
-            self._pool = UpdatePool(all_threads if alone else num_threads_beside_link(all_threads))
+            self._pool = UpdatePool(default_num_threads())
+            self._pool.limit(self._num_threads_beside_link(self._pool))
         return self._pool
+
+    def _num_threads_beside_link(self, pool: UpdatePool) -> int:
+        if self._fixed_share is not None:
+            return pool.num_threads  # nothing to speak of streams beside it
+        return num_threads_beside_link(pool.num_threads)
 
     def count(self, began: float, num_elements: int) -> None:
         """An update that could begin at ``began`` (seconds) is done: for the rate."""

@@ -18,7 +18,9 @@ from torch import nn
 
 import pager
 from pager.config import Checks
+from pager.device.simulated import SimulatedDevice, SimulatedStream
 from pager.errors import TierIOError
+from pager.optim.update_stream import UpdateStream
 from pager.page_table import Home
 from pager.tiers.adaptors import Fault
 from tests.engine_rig import PAGE, Bytes, make_filled
@@ -476,3 +478,52 @@ def send_home_over_a_page_in(skip: Skip, folder: Path) -> None:
     rig.transfers.send_home(rig.segments[0], gradient)
     check_bytes(rig.read(0), values[0], "paged in before")
     rig.close()
+
+
+def train_inside_backward(skip: Skip, folder: Path) -> None:
+    """Updates run beside the backward; what they read and write is used again afterwards."""
+    plain, managed = train_layers(
+        skip, 8, "480KiB", lambda runtime: bool(runtime.engine.streamed), update_at="backward"
+    )
+    check_tensors(managed, plain, "training")
+
+
+class _Lending:
+    """Updates of one page each, on a device that says of no compute that it is over before somebody waited for it."""
+
+    def __init__(self, skip: Skip) -> None:
+        self.device = SimulatedDevice(lazy_compute=True, skip_wait=skip)
+        self.lent_bytes = 0
+        self.stream = UpdateStream(self.device, lambda: self.lent_bytes)
+
+    def lend(self) -> None:
+        """One update."""
+        with self.stream.lend(torch.ones(PAGE, dtype=torch.uint8), []):
+            assert self.device.current_stream() is self.device.beside
+
+
+def lend_more_than_may_be_lent(skip: Skip, folder: Path) -> None:
+    """The memory of the oldest gradient is the allocator's again: the compute waits for the update that reads it."""
+    lending = _Lending(skip)
+    for _ in range(3):
+        lending.lend()
+    assert lending.stream.num_bytes == PAGE
+
+
+def join_at_the_end_of_a_backward(skip: Skip, folder: Path) -> None:
+    """After the backward all that was lent is the allocator's."""
+    lending = _Lending(skip)
+    lending.lent_bytes = 9 * PAGE
+    for _ in range(3):
+        lending.lend()
+    lending.stream.join()
+    assert not lending.stream.num_bytes
+
+
+def join_from_another_stream(skip: Skip, folder: Path) -> None:
+    """Gradients made on one stream, and the backward's end seen from another."""
+    lending = _Lending(skip)
+    lending.lend()
+    with lending.device.computing_on(SimulatedStream(lending.device, "second", 9)):
+        lending.stream.join()
+    assert not lending.stream.num_bytes

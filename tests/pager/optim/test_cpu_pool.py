@@ -148,7 +148,7 @@ def test_the_oldest_ready_job_goes_first_and_one_thread_waits(pool: UpdatePool) 
     third.result(LONG)
     busy.set()
     occupying.result(LONG)
-    assert log.names == ["first", "third", "second"]
+    assert log.names == ["first", "second", "third"]
 
 
 def test_a_second_wait_does_not_begin_beside_the_first(pool: UpdatePool) -> None:
@@ -399,3 +399,77 @@ print("parent")
 
 def test_a_forked_child_has_no_pool_and_says_so() -> None:
     assert run_python(FORK) == ["0", "parent"]
+
+
+def test_what_is_due_first_goes_first_once_it_is_ready() -> None:
+    """One thread: three jobs become ready while it is busy."""
+    log = Log()
+    pool = UpdatePool(1)
+    gate = threading.Event()
+    handles = [pool.submit([lambda: check_wait(gate)])]
+    for name, due in (("late", 9), ("soon", 1), ("then", 5), ("soon too", 1)):
+        handles.append(pool.submit([log.note(name)], due=due))
+    gate.set()
+    for handle in handles:
+        handle.result(LONG)
+    pool.close()
+    assert log.names == ["soon", "soon too", "then", "late"]
+
+
+def test_a_job_that_is_due_sooner_is_known_of_while_others_work() -> None:
+    """Both threads have enough to do for good; one of them waits for the urgent job all the same."""
+    log = Log()
+    pool = UpdatePool(2)
+    gates = [threading.Event() for _ in range(3)]
+    begun = threading.Semaphore(0)
+
+    def work(index: int) -> None:
+        begun.release()
+        check_wait(gates[index])
+
+    slow = pool.submit([lambda index=index: work(index) for index in range(3)], due=9)  # type: ignore[misc]
+    for _ in range(2):
+        assert begun.acquire(timeout=LONG)
+    waited = threading.Event()
+    urgent = pool.submit([log.note("urgent")], wait=waited.set, due=1)
+    gates[0].set()
+    check_wait(waited)
+    urgent.result(LONG)
+    for gate in gates[1:]:
+        gate.set()
+    slow.result(LONG)
+    pool.close()
+    assert log.names == ["urgent"]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_more_threads_work_than_may(limit: int) -> None:
+    pool = UpdatePool(4)
+    pool.limit(limit)
+    at_work: list[int] = []
+    most: list[int] = []
+    lock = threading.Lock()
+    gate = threading.Semaphore(0)
+
+    def work() -> None:
+        with lock:
+            at_work.append(1)
+            most.append(len(at_work))
+        assert gate.acquire(timeout=LONG)
+        with lock:
+            at_work.pop()
+
+    handle = pool.submit([work] * 8)
+    gate.release(4)
+    pool.limit(limit)  # wakes all: none of them may take more
+    gate.release(4)
+    handle.result(LONG)
+    assert max(most) <= limit
+    pool.limit(99)
+    meet = threading.Barrier(4)
+    pool.submit([lambda: check_meeting(meet)] * 4).result(LONG)
+    pool.close()
+
+
+def check_meeting(barrier: threading.Barrier) -> None:
+    barrier.wait(LONG)
