@@ -165,7 +165,7 @@ class Closing:
 
     def _synchronize(self) -> None:
         device = self._runtime.device
-        for stream in (device.current_stream(), device.beside, device.h2d, device.d2h, device.poison):
+        for stream in (device.current_stream(), *device.own_streams):
             stream.synchronize()
 
     def _note(self, error: BaseException) -> None:

@@ -36,6 +36,9 @@ LEAD = 0.6
 _LESS = 0.5
 _MOST_AT_ONCE = 0.05
 _GIVEN_BACK = 0.05
+# A step's part is cut into so many slices for each thread: enough that all end together. Not more: for each slice a
+# thread needs the GIL twice, and each time the training, which lets go of it in every operation, waits to have it back.
+_SLICES_OF_A_THREAD = 4
 # Nobody is exactly in time: a part of the whole.
 _IN_TIME = 0.002
 
@@ -123,6 +126,14 @@ def cpu_part(
             diffusion.take(size)
             taken[index] = True
     return taken
+
+
+def num_slices(num_elements: int, num_step_elements: int, num_threads: int) -> int:
+    """Into how many slices to cut the update of one parameter, for ``num_threads``, of a step's CPU part of
+    ``num_step_elements`` in all.
+    """
+    wanted = round(_SLICES_OF_A_THREAD * num_threads * num_elements / max(num_step_elements, 1))
+    return min(max(wanted, 1), num_threads)
 
 
 def num_threads_beside_link(num_threads: int) -> int:

@@ -185,8 +185,7 @@ class Rig:
     def close(self) -> None:
         """Give everything back, in the order of the runtime."""
         self.transfers.stop()
-        device = self.device
-        for stream in (device.compute, device.beside, device.h2d, device.d2h, device.poison):
+        for stream in (self.device.compute, *self.device.own_streams):
             stream.synchronize()
         self.transfers.close()
         self.host.close()

@@ -190,8 +190,16 @@ class Device(ABC):
     poison: Stream
     # A second compute stream, for what may run beside the model's own kernels.
     beside: Stream
+    # For slots of the update.
+    slots_in: Stream
+    slots_out: Stream
     checker: HappensBefore | None
     skip_wait: SkipWait | None = None
+
+    @property
+    def own_streams(self) -> tuple[Stream, ...]:
+        """All but the user's."""
+        return (self.h2d, self.d2h, self.poison, self.beside, self.slots_in, self.slots_out)
 
     @abstractmethod
     def current_stream(self) -> Stream:

@@ -236,6 +236,8 @@ class CudaDevice(Device):
         self.d2h = self._new_stream("d2h", torch.cuda.Stream(self.torch_device))
         self.poison = self._new_stream("poison", torch.cuda.Stream(self.torch_device))
         self.beside = self._new_stream("beside", torch.cuda.Stream(self.torch_device))
+        self.slots_in = self._new_stream("slots in", torch.cuda.Stream(self.torch_device))
+        self.slots_out = self._new_stream("slots out", torch.cuda.Stream(self.torch_device))
 
     def _new_stream(self, name: str, native: torch.cuda.Stream) -> CudaStream:
         stream = CudaStream(self, name, self._num_streams, native)
@@ -278,7 +280,7 @@ class CudaDevice(Device):
         # that stream comes after them. Ours is used on other streams: so they wait, and torch is told to ask
         # them before it hands the slab to somebody else.
         ready = self.current_stream().record()
-        for stream in (self.h2d, self.d2h, self.poison, self.beside):
+        for stream in self.own_streams:
             assert isinstance(stream, CudaStream)
             stream.wait(ready)
             slab.record_stream(stream.native)
@@ -397,7 +399,7 @@ class CudaDevice(Device):
         if self._is_closed:
             return
         self._is_closed = True
-        for stream in (self.h2d, self.d2h, self.poison):
+        for stream in self.own_streams:
             assert isinstance(stream, CudaStream)
             stream.native.synchronize()
 

@@ -234,6 +234,8 @@ class SimulatedDevice(Device):
         self.d2h = SimulatedStream(self, "d2h", 2)
         self.poison = SimulatedStream(self, "poison", 3)
         self.beside = SimulatedStream(self, "beside", 4)
+        self.slots_in = SimulatedStream(self, "slots in", 5)
+        self.slots_out = SimulatedStream(self, "slots out", 6)
         self._current = threading.local()
         self._stall_seconds = 0.0
         self._slabs: _Ranges[_Slab] = _Ranges()
@@ -367,7 +369,7 @@ class SimulatedDevice(Device):
         with self.lock:
             if self.is_closed:
                 return
-            for stream in (self.h2d, self.d2h, self.poison):
+            for stream in self.own_streams:
                 assert isinstance(stream, SimulatedStream)
                 self.run_until(stream, stream.num_put)
             self.is_closed = True

@@ -7,11 +7,11 @@ for victims among hundreds of runs, and pieces of all sizes would leave holes.
 So a few *slots* of one size are set aside. A slot holds the state pages of one unit of the update, each range a run
 of its own that nobody else sees: to the page table these pages never left their home. Per unit
 
-1. fetch       the slot's runs are filled from their homes (stream h2d); several units ahead of the compute
+1. fetch       the slot's runs are filled from their homes (stream slots_in); several units ahead of the compute
 2. take        the compute waits for the copies, by event
 3. the unit is computed in the slot
-4. write back  the slot's runs go home (stream d2h); from here the slot is free: whoever fetches into it next waits,
-               on its stream, for the events of 3 and 4
+4. write back  the slot's runs go home (stream slots_out); from here the slot is free: whoever fetches into it next
+               waits, on its stream, for the events of 3 and 4
 
 The host waits for none of this, except at 2 for what a disk has not brought yet. Until 4 the home is the truth, so a
 unit that fails or is interrupted is fetched again as if it had never begun. 4 itself cannot be refused: what a disk
@@ -158,13 +158,14 @@ class Staging:
             try:
                 read = [run for run, wanted in zip(slot.runs, ranges, strict=True) if not wanted.is_new]
                 if read:
-                    slot.jobs = self._transfers.begin_page_in(read)
+                    slot.jobs = self._transfers.begin_page_in(read, stream=self._device.slots_in)
                 done = True
             finally:
                 if not done:
                     # Copies may be under way into the slot.
-                    event = self._device.h2d.record()
-                    merge_fence(slot.fence, {event.stream.index: event})
+                    for stream in (self._device.slots_in, self._device.h2d):
+                        event = stream.record()
+                        merge_fence(slot.fence, {event.stream.index: event})
                     self._drop(slot)
             # A ring: the slot that was free longest is taken next, when its last copies are most likely over.
             self._slots.remove(slot)
@@ -230,7 +231,10 @@ class Staging:
                 for run in written:
                     self._drop_copies(run, slot)
             # The slot is taken, so that nobody else has a hand in it meanwhile.
-            event = self._transfers.page_out_all(written, must=True) if written else None
+            event = None
+            if written:
+                stream = self._device.slots_out
+                event = self._transfers.page_out_all(written, must=True, stream=stream)
             with self._lock:
                 if event is not None:
                     # It comes after all use of the slot, and so stands for it.

@@ -3,7 +3,11 @@
 Every copy is put on the stream of its direction and ordered by events alone:
 
 page in  (stream h2d)   waits for the frames' fence (their former users) and the last write of the home copy
-page out (stream d2h)   waits for the last uses of the run, and for a page in that still reads the home frames
+page out (stream d2h)   waits for the last uses of the run, for a page in that still reads the home frames, and for the
+                        last write of them
+
+Slots of the update (`pager.engine.staging`) have a stream of their own in each direction: their copies wait for
+updates, and what the compute needs next must not stand behind them.
 
 A home on disk goes through the ring, in the background (`pager.engine.disk_transfer`).
 """
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pager.address_space import Segment
-    from pager.device.base import Device, Event
+    from pager.device.base import Device, Event, Stream
     from pager.engine.disk_requests import Job
     from pager.engine.run import Run
     from pager.page_table import PageTable
@@ -63,8 +67,9 @@ class Transfers:
         self._arena = arena
         self._host = host
         self._counters = counters
-        self._home_written: dict[int, Event] = {}
-        self._home_read: dict[int, Event] = {}
+        # Of each segment, by stream.
+        self._home_written: dict[int, Fence] = {}
+        self._home_read: dict[int, Fence] = {}
         self._sent: deque[tuple[Event, torch.Tensor]] = deque()
         self._disk: DiskTransfers | None = None
         if disk is not None:
@@ -109,10 +114,12 @@ class Transfers:
         *,
         urgent: bool = False,
         then: Callable[[BaseException | None], None] | None = None,
+        stream: Stream | None = None,
     ) -> list[Job]:
         """Begin :meth:`page_in_all`: the jobs of those from a disk, whose ``ready`` is set when their job is done.
 
-        ``then`` is called at the end of each job, on another thread, with what it failed with.
+        ``stream``: for those from host memory, instead of h2d. ``then`` is called at the end of each job, on another
+        thread, with what it failed with.
         """
         homes = [self._home(run) for run in runs]
         jobs: list[Job] = []
@@ -123,7 +130,8 @@ class Transfers:
                     assert self._disk is not None
                     jobs.append(self._disk.begin_page_in(run, frame, urgent=urgent, then=then))
             self._page_in_from_host(
-                [run for run, (home, _) in zip(runs, homes, strict=True) if home == Home.HOST]
+                [run for run, (home, _) in zip(runs, homes, strict=True) if home == Home.HOST],
+                stream or self._device.h2d,
             )
             done = True
         finally:
@@ -138,27 +146,28 @@ class Transfers:
         self._disk.join(job, stalls=stalls)
 
     @whole
-    def _page_in_from_host(self, runs: Sequence[Run]) -> None:
+    def _page_in_from_host(self, runs: Sequence[Run], stream: Stream) -> None:
         """The copies and the event that tells of them are one act for a signal's handler."""
         if not runs:
             return
-        h2d = self._device.h2d
         before: Fence = {}
         for run in runs:
             merge_fence(before, run.fence)
-            written = self._home_written.get(run.segment.index)
-            if written is not None:
-                merge_fence(before, {written.stream.index: written})
+            merge_fence(before, self._home_written.get(run.segment.index, {}))
         for event in before.values():
-            h2d.wait(event)
+            stream.wait(event)
         for run in runs:
             # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
             source, reads = self._host_side(self._home(run)[1], run.num_bytes)
             target, writes = self._device_side(run.frame, run.num_bytes)
-            h2d.copy(target, source, reads=reads, writes=writes)
-        ready = h2d.record()
+            stream.copy(target, source, reads=reads, writes=writes)
+        ready = stream.record()
         for run in runs:
-            run.ready = self._home_read[run.segment.index] = ready
+            run.ready = ready
+            self._note_read(run, ready)
+
+    def _note_read(self, run: Run, event: Event) -> None:
+        merge_fence(self._home_read.setdefault(run.segment.index, {}), {event.stream.index: event})
 
     # -- device -> home ----------------------------------------------------------------------------
 
@@ -171,20 +180,22 @@ class Transfers:
         return self.page_out_all([run], stalls=stalls)
 
     @whole
-    def page_out_all(self, runs: Sequence[Run], *, stalls: bool = True, must: bool = False) -> Event:
+    def page_out_all(
+        self, runs: Sequence[Run], *, stalls: bool = True, must: bool = False, stream: Stream | None = None
+    ) -> Event:
         """The same for several runs at once, with one event for all. ``must``: a disk that fails refuses nothing.
+        ``stream``: where all homes are in host memory, instead of d2h.
 
         A copy and the event that tells of it are one act for a signal's handler.
         """
-        d2h = self._device.d2h
+        if stream is None or any(self._home(run)[0] != Home.HOST for run in runs):
+            stream = self._device.d2h
         before: Fence = {}
         for run in runs:
             merge_fence(before, run.last_events())
-            read = self._home_read.get(run.segment.index)
-            if read is not None:
-                merge_fence(before, {read.stream.index: read})
+            merge_fence(before, self._home_accesses(run.segment))
         for event in before.values():
-            d2h.wait(event)
+            stream.wait(event)
         num_bytes = 0
         at_home: list[Run] = []
         for run in runs:
@@ -193,16 +204,22 @@ class Transfers:
             if home == Home.HOST:
                 source, reads = self._device_side(run.frame, run.num_bytes)
                 target, writes = self._host_side(home_frame, run.num_bytes)
-                d2h.copy(target, source, reads=reads, writes=writes)
+                stream.copy(target, source, reads=reads, writes=writes)
                 at_home.append(run)
             else:
                 assert self._disk is not None
                 self._disk.page_out(run, home_frame, stalls=stalls, must=must)
-        event = d2h.record()
+        event = stream.record()
         for run in at_home:
-            self._home_written[run.segment.index] = event
+            self._home_written[run.segment.index] = {event.stream.index: event}
         self._counters.add(page_out_bytes=num_bytes)
         return event
+
+    def _home_accesses(self, segment: Segment) -> Fence:
+        """The last copies from and to a home in host memory: who writes it waits for them."""
+        fence = dict(self._home_written.get(segment.index, {}))
+        merge_fence(fence, self._home_read.get(segment.index, {}))
+        return fence
 
     # -- the host's own access to homes ------------------------------------------------------------
 
@@ -212,13 +229,10 @@ class Transfers:
         """
         if int(self._table.home[segment.first_page]) != Home.HOST:
             return None
-        written = self._home_written.get(segment.index)
-        if written is not None:
-            written.synchronize()
-        if write:
-            read = self._home_read.get(segment.index)
-            if read is not None:
-                read.synchronize()
+        for event in list(self._home_written.get(segment.index, {}).values()):
+            event.synchronize()
+        for event in list(self._home_read.get(segment.index, {}).values()) if write else ():
+            event.synchronize()
         home_frame = int(self._table.home_frame[segment.first_page])
         self._device.host_touch(Region("host", home_frame, home_frame + segment.num_pages), write=write)
         return self._host.view(home_frame, segment.num_bytes)
@@ -234,9 +248,8 @@ class Transfers:
         self.forget_sent()
         d2h = self._device.d2h
         d2h.wait(self._device.current_stream().record())
-        read = self._home_read.get(segment.index)
-        if read is not None:
-            d2h.wait(read)
+        for before in self._home_accesses(segment).values():
+            d2h.wait(before)
         raw = torch.empty(0, dtype=torch.uint8, device=source.device)
         offset = int(source.storage_offset()) * source.element_size()
         raw.set_(source.untyped_storage(), offset, (segment.num_bytes,), (1,))
@@ -244,7 +257,8 @@ class Transfers:
         target, writes = self._host_side(home_frame, segment.num_bytes)
         d2h.copy(target, raw, reads=None, writes=writes)
         self._counters.add(page_out_bytes=segment.num_bytes)
-        event = self._home_written[segment.index] = d2h.record()
+        event = d2h.record()
+        self._home_written[segment.index] = {event.stream.index: event}
         self._sent.append((event, source))
 
     def forget_sent(self) -> None:
@@ -265,7 +279,8 @@ class Transfers:
         target, writes = self._device_side(run.frame, run.num_bytes)
         h2d.copy(target, source, reads=reads, writes=writes)
         self._counters.add(page_in_bytes=run.num_bytes)
-        event = self._home_read[run.segment.index] = h2d.record()
+        event = h2d.record()
+        self._note_read(run, event)
         return event
 
     def read_disk_home(self, segment: Segment) -> torch.Tensor:
@@ -281,10 +296,9 @@ class Transfers:
     def forget(self, segment: Segment) -> None:
         """Drop the events of a segment that is no more, after they have passed, and what the disk is to do for it."""
         for events in (self._home_written, self._home_read):
-            event = events.get(segment.index)
-            if event is not None:
+            for event in list(events.get(segment.index, {}).values()):
                 event.synchronize()  # first: an interrupted wait must be known to whoever asks again
-                events.pop(segment.index, None)
+            events.pop(segment.index, None)
         home_frame = int(self._table.home_frame[segment.first_page])
         if int(self._table.home[segment.first_page]) == Home.DISK and home_frame >= 0:
             assert self._disk is not None

@@ -88,8 +88,8 @@ class Job:
         self._began = 0.0
         self._handle: UpdateHandle | None = None
 
-    def slices(self, num_threads: int, scalars: tuple[Any, ...]) -> list[_Slice]:
-        """The parts of the pass, one for each thread."""
+    def slices(self, num_slices: int, scalars: tuple[Any, ...]) -> list[_Slice]:
+        """The parts of the pass, up to so many."""
         segment = self._binding.segment
         homes = {key: self._home(state) for key, state in self._states.items()}
         gradient = self._binding.gradient
@@ -101,8 +101,7 @@ class Job:
             homes[MOMENTS[1]],
             self._home(gradient),
         )
-        # Not more: to take the next one a thread needs the GIL, which the training wants too.
-        cuts = cut_into_slices(segment.num_elements, num_threads, longest=segment.num_elements)
+        cuts = cut_into_slices(segment.num_elements, num_slices, longest=segment.num_elements)
         return [_Slice(kernel, begin, end, scalars) for begin, end in cuts]
 
     def start(self, pool: UpdatePool, slices: list[_Slice], due: int) -> None:

@@ -37,7 +37,13 @@ from pager.optim.cpu_pool import UpdatePool, default_num_threads
 from pager.optim.deferred import is_viewed
 from pager.optim.masters import LOW
 from pager.page_table import Home
-from pager.policies.update_split import Diffusion, balanced_share, less_share, num_threads_beside_link
+from pager.policies.update_split import (
+    Diffusion,
+    balanced_share,
+    less_share,
+    num_slices,
+    num_threads_beside_link,
+)
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -79,6 +85,7 @@ class CpuUpdates:
         self._less = 0.0
         self._lock = threading.Lock()
         self.assigned: set[Binding] = set()
+        self._num_assigned_elements = 0
         self._busy_seconds = 0.0
         self._last_done = 0.0
         self._num_elements = 0
@@ -115,6 +122,7 @@ class CpuUpdates:
         if self._is_as_assigned(entries):
             return
         self.assigned.clear()
+        self._num_assigned_elements = 0
         self._assigned_share, self._assigned_order = self._share, [binding for binding, *_ in order]
         gradients = [binding.gradient for binding, *_ in order if binding.gradient is not None]
         diffusion = Diffusion(self._share, total)
@@ -126,6 +134,7 @@ class CpuUpdates:
             if not self._will_have_home(binding.gradient, gradients):
                 break  # host memory has no room for it
             self.assigned.add(binding)
+            self._num_assigned_elements += num_elements
             diffusion.take(num_elements)
 
     def _is_as_assigned(self, entries: Sequence[tuple[Binding, AdoptedOptimizer, Mapping[str, Any]]]) -> bool:
@@ -274,7 +283,10 @@ class CpuUpdates:
                 engine.transfers.send_home(slot.segment, gradient)
             low_is_valid = adopted.masters.are_valid(binding)
             job = Job(self, binding, states, leaving, low_is_valid=low_is_valid, keeps_gradient=is_kept)
-            slices = job.slices(pool.num_threads, scalars)
+            num_elements = binding.segment.num_elements
+            slices = job.slices(
+                num_slices(num_elements, self._num_assigned_elements, pool.num_threads), scalars
+            )
             step += 1
             adopted.step_counts.keep(binding, step, count + 1)
             with engine.lock:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 import pager
 from pager import bill
 from pager.config import Checks
+from pager.residency import Residency
 from tests import models
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +64,7 @@ def on_gpu(case: models.Case, step: int) -> Any:
 
 
 def train(case: models.Case, optimizer: torch.optim.Optimizer, mode: str) -> list[list[torch.Tensor]]:
-    """Losses and gradients of a few steps, on the CPU. ``mode``: plain, accumulate, clip, autocast."""
+    """Losses and gradients of a few steps, on the CPU. ``mode``: plain, accumulate, clip, autocast, losses (only)."""
     seen: list[list[torch.Tensor]] = []
     torch.manual_seed(7)
     for step in range(NUM_STEPS):
@@ -77,7 +78,9 @@ def train(case: models.Case, optimizer: torch.optim.Optimizer, mode: str) -> lis
         if mode == "clip":
             norm = torch.nn.utils.clip_grad_norm_(case.model.parameters(), 0.1, foreach=False)
             losses.append(norm.cpu())
-        grads = [p.grad.detach().cpu() for p in case.model.parameters() if p.grad is not None]
+        grads = []
+        if mode != "losses":
+            grads = [p.grad.detach().cpu() for p in case.model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
         seen.append(losses + grads)
@@ -185,6 +188,56 @@ def test_every_mode(mode: str, daemon: str) -> None:
     check_parity(
         "decoder", "adamw", mode, 0.5, torch.float32, poison=True, daemon=daemon, happens_before=True
     )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adam", "sgd-momentum"])
+@pytest.mark.parametrize("name", ["mlp", "decoder", "decoder_nonreentrant"])
+def test_updates_inside_backward(name: str, optimizer: str) -> None:
+    check_parity(
+        name,
+        optimizer,
+        "losses",
+        0.5,
+        torch.float32,
+        knobs={"update_at": "backward"},
+        poison=True,
+        happens_before=True,
+    )
+
+
+@pytest.mark.parametrize("lent", [0, 9], ids=["one gradient is lent", "many are"])
+def test_updates_beside_the_backward(lent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers large enough that copies, updates and the backward really overlap; nothing but events orders them."""
+    side, num_layers, budget = 2048, 24, 160 * 2**20
+    monkeypatch.setattr(Residency, "lent_bytes", lambda self: lent * side * side * 4)
+    results = []
+    for managed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(num_layers)))
+        if not managed:
+            model.cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if managed:
+            pager.manage(
+                model,
+                optimizer,
+                device="cuda",
+                update_at="backward",
+                checks=Checks(arena_bytes=budget, poison=True),
+            )
+        x = torch.randn(64, side, device="cuda")
+        losses = []
+        for step in range(6):
+            loss = model(x * (1 + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+        if managed:
+            assert handle_of(model).statistics().page_in_bytes > num_layers * side * side * 8
+            handle_of(model).close()
+        results.append([*losses, *(param.detach().cpu() for param in model.parameters())])
+    check_equal(results[1:], results[:1])
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 2.0])

@@ -16,6 +16,7 @@ from pager.policies.update_split import (
     balanced_share,
     cpu_part,
     less_share,
+    num_slices,
     num_threads_beside_link,
 )
 
@@ -137,3 +138,13 @@ def test_an_even_part_is_what_diffusion_chooses() -> None:
     sizes = np.random.default_rng(1).integers(5, 20, 300).tolist()
     chosen_evenly = cpu_part(sizes, 0.3 * sum(sizes), evenly=True)
     assert np.flatnonzero(chosen_evenly).tolist() == chosen(sizes, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "num_step_elements", "num_threads", "expected"),
+    [(100, 100, 15, 15), (25, 1000, 15, 2), (1, 1000, 15, 1), (100, 1000, 15, 6), (0, 0, 3, 1), (9, 9, 1, 1)],
+)
+def test_a_parameter_is_cut_by_its_part_of_the_whole(
+    num_elements: int, num_step_elements: int, num_threads: int, expected: int
+) -> None:
+    assert num_slices(num_elements, num_step_elements, num_threads) == expected

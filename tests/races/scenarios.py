@@ -19,6 +19,7 @@ from torch import nn
 import pager
 from pager.config import Checks
 from pager.device.simulated import SimulatedDevice, SimulatedStream
+from pager.engine.staging import Range
 from pager.errors import TierIOError
 from pager.optim.update_stream import UpdateStream
 from pager.page_table import Home
@@ -133,6 +134,34 @@ def page_out_over_an_unused_page_in(skip: Skip, folder: Path) -> None:
     rig.evict(0)
     check_bytes(rig.home_value(0), ~values[0], "overwritten")
     del held
+    rig.close()
+
+
+def _write_back_a_slot(skip: Skip) -> tuple[Any, list[Bytes]]:
+    """A rig whose first segment was changed in a slot, and is on its way home on the slots' own stream."""
+    rig, values = make_filled([PAGE], arena_frames=2, skip_wait=skip, poison=False)
+    staging, unit, ranges = rig.engine.staging, object(), [Range(rig.segments[0], 0, 1)]
+    assert staging.reserve(1, 1) == 1
+    runs = staging.take(unit, ranges)
+    assert runs is not None
+    staging.bytes_of(runs[0]).copy_(torch.from_numpy(~values[0]))
+    staging.write_back(unit, runs)
+    return rig, values
+
+
+def page_out_over_a_write_back_of_a_slot(skip: Skip, folder: Path) -> None:
+    """Of two writes of one home, on two streams, the later one stays."""
+    rig, values = _write_back_a_slot(skip)
+    rig.overwrite(0, values[0] // 2)
+    rig.evict(0)
+    check_bytes(rig.home_value(0), values[0] // 2, "written last")
+    rig.close()
+
+
+def page_in_after_a_write_back_of_a_slot(skip: Skip, folder: Path) -> None:
+    """What a slot sent home is there before anybody pages it in."""
+    rig, values = _write_back_a_slot(skip)
+    check_bytes(rig.read(0), ~values[0], "changed in the slot")
     rig.close()
 
 

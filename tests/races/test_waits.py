@@ -32,6 +32,16 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("engine/transfer.py:Transfers.page_out_all:wait", None, scenarios.page_out_what_was_written),
     ("engine/transfer.py:Transfers.page_out_all:wait", None, scenarios.train_over_host),
     ("engine/transfer.py:Transfers.page_out_all:wait", None, scenarios.page_out_over_an_unused_page_in),
+    (
+        "engine/transfer.py:Transfers.page_out_all:wait",
+        "slots out",
+        scenarios.page_out_over_a_write_back_of_a_slot,
+    ),
+    (
+        "engine/transfer.py:Transfers._page_in_from_host:wait",
+        "slots out",
+        scenarios.page_in_after_a_write_back_of_a_slot,
+    ),
     ("engine/ring.py:Slot.settle:synchronize", None, scenarios.three_pages_through_two_slots),
     ("engine/ring.py:Slot.settle:synchronize", None, scenarios.train_over_disk),
     ("engine/disk_queue.py:DiskQueue._run_write:synchronize", None, scenarios.write_to_disk_what_has_arrived),

@@ -270,7 +270,7 @@ def test_released_with_copies_under_way_in_both_directions() -> None:
 def test_a_failed_fetch_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, values = make(num_slots=1)
     staging, unit = rig.engine.staging, object()
-    copy, calls = rig.device.h2d.copy, []
+    copy, calls = rig.device.slots_in.copy, []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -279,7 +279,7 @@ def test_a_failed_fetch_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) ->
         return copy(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.device.h2d, "copy", failing)
+        patch.setattr(rig.device.slots_in, "copy", failing)
         with pytest.raises(OSError, match="unplugged"):
             staging.fetch(unit, [whole(rig, 0), whole(rig, 1)])
     assert len(calls) == 2
