@@ -22,7 +22,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ArenaShares", "belady", "lent_gradient_bytes", "room_for_staying", "share_arena", "spread"]
+__all__ = [
+    "ArenaShares",
+    "belady",
+    "is_worth_lending",
+    "lent_gradient_bytes",
+    "room_for_staying",
+    "share_arena",
+    "spread",
+]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -46,6 +54,7 @@ MAX_SLOTS = 4
 # Of what activations take, and of the arena: gradients that wait for their states beside the backward.
 _LENT_OF_ACTIVATIONS = 16
 _LENT_SHARE = 8
+_LEAST_LENT_GRADIENTS = 4
 
 
 class ArenaShares(NamedTuple):
@@ -78,6 +87,13 @@ def lent_gradient_bytes(activation_bytes: int, arena_bytes: int) -> int:
     A block's worth is enough to even out its burst, and shows in the activations as the ring's size does.
     """
     return min(activation_bytes // _LENT_OF_ACTIVATIONS, arena_bytes // _LENT_SHARE)
+
+
+def is_worth_lending(gradient_bytes: int, lent_bytes: int) -> bool:
+    """Whether a gradient may wait for its update beside the backward. Where few of them may, the backward waits for
+    their states all the same, and two streams only cost the host more than one.
+    """
+    return lent_bytes >= _LEAST_LENT_GRADIENTS * gradient_bytes
 
 
 def room_for_staying(arena_bytes: int, ring_bytes: int, largest_bytes: int) -> int:

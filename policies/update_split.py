@@ -3,12 +3,13 @@
 Streaming is bound by the link, the CPU's part by its own rate, and both run at once: the best split lets both end
 together. Of each element that streams, the link carries its states in and out; of one that the CPU updates, the
 gradient out and the new weight in. With the bytes of a step over the link's rate on one side and elements over the
-CPU's rate, as the last step measured it beside the link, on the other, the balance is a linear equation. The CPU also
-has the seconds in which the link rests: the next forward, and the step itself.
+CPU's rate on the other, the balance is a linear equation. The CPU also has the seconds in which the link rests: the
+next forward, and the step itself.
 
-Both sides use the same host memory. Threads that race through their part at its full bandwidth leave the link half of
-its rate for a while, and then stand idle while the link alone cannot use all of the memory's: a third of them, which
-take as long as the link, are faster together (docs/decisions.md, 14).
+Both sides use the same host memory, and an element takes more of it on the CPU (30 bytes with a split master) than on
+the link (20). So beside the link the CPU does only what the link leaves of the memory's bandwidth, with as few threads
+as that takes; with all of them it updates while the link rests (docs/decisions.md, 23). Where it is not known what the
+CPU does alone, a third of the threads, which take as long as the link, are faster than all (docs/decisions.md, 14).
 
 Which ones: spread evenly along the backward by error diffusion. In one block at its begin they would leave the link
 idle until the first gradient of those that stream.
@@ -50,26 +51,36 @@ def balanced_share(
     sent_bytes: float,
     link_bytes_per_second: float,
     elements_per_second: float,
+    alone_per_second: float | None = None,
     rest_seconds: float = 0.0,
 ) -> float:
     """The share of all elements to update on the CPU, from 0 to ``MAX_SHARE``.
 
     ``streamed_share``: of the elements, those whose states do not stay on the device; ``state_bytes`` and
     ``sent_bytes``: what an element takes on the link in each direction, streamed and updated on the CPU;
-    ``link_bytes_per_second``: of each direction with both at work; ``elements_per_second``: the CPU's rate, 0 where
-    it was not measured yet (then `FIRST_SHARE`); ``rest_seconds``: in which the link rests, for each element.
+    ``link_bytes_per_second``: of each direction with both at work; ``elements_per_second``: the CPU's rate beside it,
+    ``alone_per_second`` while it rests, the same by default; 0 where it was not measured yet (then `FIRST_SHARE`);
+    ``rest_seconds``: in which the link rests, for each element.
     """
-    if elements_per_second <= 0 or link_bytes_per_second <= 0:
+    alone = elements_per_second if alone_per_second is None else alone_per_second
+    if alone <= 0 or link_bytes_per_second <= 0:
         return min(FIRST_SHARE, streamed_share)
     streamed_seconds = state_bytes / link_bytes_per_second
     saved_seconds = (state_bytes - sent_bytes) / link_bytes_per_second
-    # share / rate == CPU_SPAN * (streamed_share * streamed + rest - share * saved)
-    share = (
-        CPU_SPAN
-        * (streamed_share * streamed_seconds + rest_seconds)
-        / (1 / elements_per_second + CPU_SPAN * saved_seconds)
+    # share == CPU_SPAN * (rate * (streamed_share * streamed - share * saved) + alone * rest)
+    beside = CPU_SPAN * elements_per_second
+    share = (beside * streamed_share * streamed_seconds + CPU_SPAN * alone * rest_seconds) / (
+        1 + beside * saved_seconds
     )
     return min(share, streamed_share, MAX_SHARE)
+
+
+def rate_beside_link(alone_per_second: float, *, element_bytes: float, link_bytes_per_second: float) -> float:
+    """Elements per second that the CPU updates at no cost to a link that is busy in both directions.
+
+    ``alone_per_second``: of all threads while the link rests; ``element_bytes``: what one takes of host memory.
+    """
+    return max(alone_per_second - 2 * link_bytes_per_second / element_bytes, 0.0)
 
 
 def less_share(less: float, *, late_seconds: float, elements_per_second: float, num_elements: int) -> float:
@@ -136,6 +147,8 @@ def num_slices(num_elements: int, num_step_elements: int, num_threads: int) -> i
     return min(max(wanted, 1), num_threads)
 
 
-def num_threads_beside_link(num_threads: int) -> int:
-    """How many of ``num_threads`` update while the link streams: see the head of this file."""
-    return max(1, round(num_threads * THREADS_SHARE))
+def num_threads_beside_link(num_threads: int, share: float = THREADS_SHARE) -> int:
+    """How many of ``num_threads`` update while the link streams, for a ``share`` of the rate of all: see the head of
+    this file.
+    """
+    return max(1, round(num_threads * share))

@@ -31,6 +31,7 @@ from pager.optim.deferred import is_viewed, isolated
 from pager.optim.streamed import StreamedUnit
 from pager.optim.update import Update
 from pager.optim.update_stream import UpdateStream
+from pager.policies.staying import is_worth_lending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ class BackwardUpdates:
         self._num_gradients = num_gradients
         self.accumulating = False
         self.on_cpu = on_cpu
+        self._lent_bytes = lent_bytes
         self._stream = UpdateStream(mmu.engine.device, lent_bytes)
         self._lock = threading.RLock()
         self._owners: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
@@ -153,29 +155,40 @@ class BackwardUpdates:
             return
         units: Sequence[PagedUnit | StreamedUnit] = self._take_over(binding, update, group_index)
         units = units or update.units_of(group_index, binding)
-        direct = all(isinstance(unit, StreamedUnit) for unit in units) and is_plain
-        if kept or not direct:
-            self._mmu.gradients.add(binding, gradient)
-        else:
+        direct = all(isinstance(unit, StreamedUnit) for unit in units) and is_plain and not kept
+        if direct:
             self._mmu.note([slot], Phase.GRADIENT, write=True)
-        is_beside = direct and not kept and not units[0].progress.is_fresh
-        # A view that somebody holds is read without asking, on the compute stream.
-        self._mmu.engine.drain()
-        is_beside = is_beside and not any(map(is_viewed, (binding, *adopted.paged_states(binding).values())))
+        else:
+            self._mmu.gradients.add(binding, gradient)
+        is_beside = direct and self._may_run_beside(binding, gradient, adopted, units)
         with isolated(update), self._lend(binding, gradient, adopted, units) if is_beside else nullcontext():
             for unit in units:
                 unit.is_noted = True  # the trace has updates after the backward, not in it
                 if isinstance(unit, StreamedUnit):
-                    unit.comes_with(gradient if direct and not kept else None)
+                    unit.comes_with(gradient if direct else None)
             for position, unit in enumerate(units):
                 unit.run(update)
                 # This parameter's own units come before those of the next: they are not among the ones made ahead.
                 own = [later for later in units[position + 1 :] if isinstance(later, StreamedUnit)]
                 if all(later.fetch(adopted) for later in own):
                     self._fetch_ahead()
-        if kept or not direct:
+        if not direct:
             self._mmu.engine.discard(slot.segment)
         self._units[binding] = [unit for unit in units if isinstance(unit, StreamedUnit)]
+
+    def _may_run_beside(
+        self,
+        binding: Binding,
+        gradient: torch.Tensor,
+        adopted: AdoptedOptimizer,
+        units: Sequence[PagedUnit | StreamedUnit],
+    ) -> bool:
+        """Whether these streamed units may run on the stream beside the compute, and it is worth it."""
+        if units[0].progress.is_fresh or not is_worth_lending(gradient.nbytes, self._lent_bytes()):
+            return False
+        # A view that somebody holds is read without asking, on the compute stream.
+        self._mmu.engine.drain()
+        return not any(map(is_viewed, (binding, *adopted.paged_states(binding).values())))
 
     def _lend(
         self,

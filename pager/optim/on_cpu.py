@@ -43,6 +43,7 @@ from pager.policies.update_split import (
     less_share,
     num_slices,
     num_threads_beside_link,
+    rate_beside_link,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +91,13 @@ class CpuUpdates:
         self._last_done = 0.0
         self._num_elements = 0
         self._rate = 0.0
+        # The same while the link rests, where that is known to be so: since when, and what was done meanwhile.
+        self._rest_began: float | None = None
+        self._knows_rest = False
+        self._alone_seconds = 0.0
+        self._num_alone_elements = 0
+        self._rate_alone = 0.0
+        self._rate_beside = 0.0
         self._link_bytes_per_second: float | None = None
 
     # -- which -------------------------------------------------------------------------------------
@@ -164,12 +172,21 @@ class CpuUpdates:
                 streamed += count
                 state_bytes += sum(state.segment.num_bytes for state in states)
             sent_bytes += binding.segment.num_bytes
+        beside = alone = self._rate
+        if self._rate_alone:
+            # States and weight are read and written, the gradient read; gradient and weight cross the link besides.
+            element_bytes = 2 * state_bytes / max(streamed, 1) + 5 * sent_bytes / total
+            alone = self._rate_alone
+            beside = self._rate_beside = rate_beside_link(
+                alone, element_bytes=element_bytes, link_bytes_per_second=self._link_bytes_per_second
+            )
         share = balanced_share(
             streamed_share=streamed / total,
             state_bytes=state_bytes / max(streamed, 1),
             sent_bytes=sent_bytes / total,
             link_bytes_per_second=self._link_bytes_per_second,
-            elements_per_second=self._rate,
+            elements_per_second=beside,
+            alone_per_second=alone,
             rest_seconds=self._rest_seconds / total,
         )
         return max(share - self._less, 0.0)
@@ -181,6 +198,10 @@ class CpuUpdates:
             if self._busy_seconds:
                 self._rate = self._num_elements / self._busy_seconds
             self._busy_seconds, self._num_elements = 0.0, 0
+            if self._alone_seconds:
+                rate = self._num_alone_elements / self._alone_seconds
+                self._rate_alone = (rate + (self._rate_alone or rate)) / 2
+            self._alone_seconds, self._num_alone_elements = 0.0, 0
         if self._num_assignments >= _WARM_UP_STEPS:
             self._less = less_share(
                 self._less,
@@ -192,12 +213,16 @@ class CpuUpdates:
 
     def first_gradient(self) -> None:
         """The first gradient of a step is here: until now the link had nothing to do."""
+        with self._lock:
+            self._rest_began = None
         self._rest_seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
         if self._pool is not None:
             self._pool.limit(self._num_threads_beside_link(self._pool))
 
     def link_rests(self) -> None:
         """The backward is over: until its next gradient host memory is the CPU's alone."""
+        with self._lock:
+            self._knows_rest, self._rest_began = True, time.perf_counter()
         if self._pool is not None:
             self._pool.limit(self._pool.num_threads)
 
@@ -366,13 +391,19 @@ class CpuUpdates:
     def _num_threads_beside_link(self, pool: UpdatePool) -> int:
         if self._fixed_share is not None:
             return pool.num_threads  # nothing to speak of streams beside it
-        return num_threads_beside_link(pool.num_threads)
+        if not self._knows_rest:
+            return num_threads_beside_link(pool.num_threads)
+        # Until it is known what the CPU does alone it is held back, so that something is left to measure by.
+        return num_threads_beside_link(pool.num_threads, self._rate_beside / (self._rate_alone or 1.0))
 
     def count(self, began: float, num_elements: int) -> None:
         """An update that could begin at ``began`` (seconds) is done: for the rate."""
         now = time.perf_counter()
         with self._lock:
             self._busy_seconds += now - max(began, self._last_done)
+            if self._rest_began is not None:
+                self._alone_seconds += now - max(began, self._last_done, self._rest_began)
+                self._num_alone_elements += num_elements
             self._last_done = now
             self._num_elements += num_elements
 

@@ -20,6 +20,7 @@ from pager.errors import TierError, TornStateError
 from pager.mmu.gradient import _UNSHARED, _num_references
 from pager.optim import on_cpu
 from pager.optim.adamw_cpu import CpuAdam
+from pager.optim.cpu_pool import UpdatePool
 from pager.optim.step_counts import StepCounts
 from pager.optim.streamed import StreamedUnit
 from pager.optim.update import Update
@@ -588,3 +589,41 @@ def test_gradients_are_lent_a_part_of_the_memory_they_would_take(monkeypatch: py
     assert handle.statistics().host_bytes == reserved
     check_close(model, plain)
     handle.close()
+
+
+def test_all_threads_update_while_the_link_rests_and_few_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cpu, "default_num_threads", lambda: 4)
+    limits: list[int] = []
+    limit, wait = UpdatePool.limit, on_cpu.Job._wait
+    # So that something is left to do when the link rests.
+    link_rests = threading.Event()
+
+    def noting(pool: UpdatePool, num_threads: int) -> None:
+        limits.append(num_threads)
+        limit(pool, num_threads)
+        (link_rests.set if num_threads == 4 else link_rests.clear)()
+
+    def wait_for_rest(job: on_cpu.Job) -> None:
+        assert link_rests.wait(30)
+        wait(job)
+
+    monkeypatch.setattr(UpdatePool, "limit", noting)
+    monkeypatch.setattr(on_cpu.Job, "_wait", wait_for_rest)
+    plain, model = make_model(), make_model()
+    optimizers = [adamw(plain), adamw(model)]
+    handle = manage(model, optimizers[1], BUDGETS["staying"], update_on="auto", update_at="backward")
+    updates = handle._runtime.on_cpu
+    # Much faster than what the link leaves of the memory, so that the part beside it is small.
+    updates._link_bytes_per_second = 1e15
+    for x in batches(6):
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
+            backward(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    handle.close()
+    check_close(model, plain)
+    assert updates._rate_alone > 0
+    made, *later = limits
+    # Made in the first backward that has something for it; then both in turn.
+    assert made == 1
+    assert later[:4] == [4, 1, 4, 1]

@@ -205,7 +205,7 @@ def test_updates_inside_backward(name: str, optimizer: str) -> None:
     )
 
 
-@pytest.mark.parametrize("lent", [0, 9], ids=["one gradient is lent", "many are"])
+@pytest.mark.parametrize("lent", [0, 9], ids=["on the compute stream", "beside it"])
 def test_updates_beside_the_backward(lent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers large enough that copies, updates and the backward really overlap; nothing but events orders them."""
     side, num_layers, budget = 2048, 24, 160 * 2**20

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pager.policies.staying import belady, room_for_staying, share_arena, spread
+from pager.policies.staying import (
+    belady,
+    is_worth_lending,
+    lent_gradient_bytes,
+    room_for_staying,
+    share_arena,
+    spread,
+)
 
 SIZES = st.lists(st.integers(0, 50), max_size=30)
 
@@ -80,3 +87,19 @@ def test_slots_are_a_part_of_the_arena(
 def test_room_for_staying_leaves_what_streaming_needs() -> None:
     assert room_for_staying(1600, 100, 10) == 1600 - 100 - 100
     assert room_for_staying(1600, 100, 50) == 1600 - 150 - 100
+
+
+@pytest.mark.parametrize(
+    ("activations", "arena", "lent"),
+    [(0, 2**33, 0), (6 * 2**30, 2**32, 384 * 2**20), (2**36, 2**32, 2**29)],
+)
+def test_gradients_are_lent_by_what_activations_take_but_by_no_more_than_a_part_of_the_arena(
+    activations: int, arena: int, lent: int
+) -> None:
+    assert lent_gradient_bytes(activations, arena) == lent
+
+
+def test_few_gradients_are_not_worth_lending() -> None:
+    assert is_worth_lending(25, 100)
+    assert not is_worth_lending(26, 100)
+    assert not is_worth_lending(1, 0)

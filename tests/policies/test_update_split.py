@@ -18,6 +18,7 @@ from pager.policies.update_split import (
     less_share,
     num_slices,
     num_threads_beside_link,
+    rate_beside_link,
 )
 
 LINK = 50e9
@@ -43,6 +44,27 @@ def test_both_end_together(rate: float, streamed: float, rest: float) -> None:
     assert 0 < found < streamed
     link_seconds = (streamed * 10 - found * (10 - 2)) / LINK
     assert found / rate == pytest.approx(CPU_SPAN * (link_seconds + rest))
+
+
+@pytest.mark.parametrize("rest", [0.0, 0.05e-9, 0.2e-9])
+@pytest.mark.parametrize("beside", [0.0, 0.3e9])
+def test_beside_the_link_it_is_slower_than_alone(beside: float, rest: float) -> None:
+    found = share(elements_per_second=beside, alone_per_second=3e9, rest_seconds=rest)
+    link_seconds = (10 - found * (10 - 2)) / LINK
+    assert found == pytest.approx(CPU_SPAN * (beside * link_seconds + 3e9 * rest))
+
+
+def test_beside_the_link_there_is_what_it_leaves_of_host_memory() -> None:
+    """110 GB/s, of which a link that is busy both ways takes 90."""
+    alone = 110e9 / 30
+    found = rate_beside_link(alone, element_bytes=30, link_bytes_per_second=45e9)
+    assert found == pytest.approx(20e9 / 30)
+    assert rate_beside_link(alone, element_bytes=30, link_bytes_per_second=60e9) == 0
+
+
+@pytest.mark.parametrize(("beside_share", "threads"), [(0.0, 1), (0.09, 1), (0.5, 8), (1.0, 15)])
+def test_as_few_threads_as_that_takes(beside_share: float, threads: int) -> None:
+    assert num_threads_beside_link(15, beside_share) == threads
 
 
 def test_a_cpu_that_was_not_measured_gets_a_little() -> None:

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from pager.engine.staging import Range
 from pager.errors import TierIOError
 from pager.optim.update_stream import UpdateStream
 from pager.page_table import Home
+from pager.residency import Residency
 from pager.tiers.adaptors import Fault
 from tests.engine_rig import PAGE, Bytes, make_filled
 from tests.models import BUILDERS, Case
@@ -511,9 +513,10 @@ def send_home_over_a_page_in(skip: Skip, folder: Path) -> None:
 
 def train_inside_backward(skip: Skip, folder: Path) -> None:
     """Updates run beside the backward; what they read and write is used again afterwards."""
-    plain, managed = train_layers(
-        skip, 8, "480KiB", lambda runtime: bool(runtime.engine.streamed), update_at="backward"
-    )
+    with mock.patch.object(Residency, "lent_bytes", return_value=2**20):
+        plain, managed = train_layers(
+            skip, 8, "480KiB", lambda runtime: bool(runtime.engine.streamed), update_at="backward"
+        )
     check_tensors(managed, plain, "training")
 
 

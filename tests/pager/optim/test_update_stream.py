@@ -13,6 +13,7 @@ import pager
 from pager.config import Checks
 from pager.device.simulated import SimulatedDevice, SimulatedEvent
 from pager.optim.update_stream import UpdateStream
+from pager.residency import Residency
 
 BYTES = 4096
 
@@ -97,6 +98,7 @@ def test_a_parameter_that_somebody_has_a_view_of_is_updated_on_the_compute_strea
     holds_view: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reader asks nobody before it reads."""
+    monkeypatch.setattr(Residency, "lent_bytes", lambda self: 2**20)
     lent: list[torch.Tensor] = []
     lend = UpdateStream.lend
 
