@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from pager.statistics import Counters
+from tests.faults import media
 from tests.faults.media import make_layers, make_optimizer, manage_over_three_tiers, train_stubbornly
 
 
@@ -21,6 +22,8 @@ def main(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The sawtooth for people grows to a few MiB by itself.
         patch.setattr(Counters, "HISTORY_SAMPLES", 100)
+        # Half of them: what grows does so per unit and step, and of both there are enough.
+        patch.setattr(media, "LAYERS", 5)
         model = make_layers()
         optimizer = make_optimizer(model)
         runtime = manage_over_three_tiers(

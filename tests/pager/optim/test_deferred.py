@@ -393,9 +393,9 @@ def test_several_optimizers_over_one_model() -> None:
     def script(model: Any, report: Report) -> None:
         params = list(model.parameters())
         optimizers = [
-            torch.optim.AdamW(params[:5], lr=0.01),
-            torch.optim.SGD(params[5:9], lr=0.01, momentum=0.9),
-            torch.optim.Adam(params[9:], lr=0.02),
+            torch.optim.AdamW(params[:3], lr=0.01),
+            torch.optim.SGD(params[3:5], lr=0.01, momentum=0.9),
+            torch.optim.Adam(params[5:], lr=0.02),
         ]
         for step in range(6):
             backward(model, step)

@@ -63,7 +63,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "is new": lambda m: weight(m)._version > 2,
     "grad": lambda m: weight(m).grad,
     "all grads": lambda m: [p.grad for p in m.parameters()],
-    "equal": lambda m: torch.equal(weight(m), weight(m, 9)),
+    "equal": lambda m: torch.equal(weight(m), weight(m, 5)),
     "metadata": lambda m: (weight(m).shape, weight(m).stride(), weight(m).is_contiguous()),
     "copy into other": lambda m: torch.empty(WIDTH, WIDTH).copy_(weight(m).detach()),
 }
@@ -191,7 +191,7 @@ def zero_grad_data(model: Any, optimizer: Any) -> None:
 
 
 def freeze(model: Any, optimizer: Any) -> None:
-    for layer in model.layers[:4]:
+    for layer in model.layers[:3]:
         layer.weight.requires_grad_(False)
     optimizer.zero_grad()
 
@@ -227,7 +227,7 @@ def copy_in(model: Any, optimizer: Any) -> None:
 
 def copy_between(model: Any, optimizer: Any) -> None:
     with torch.no_grad():
-        weight(model).copy_(weight(model, 9))
+        weight(model).copy_(weight(model, 5))
 
 
 def init_again(model: Any, optimizer: Any) -> None:
@@ -256,7 +256,7 @@ def write_state_numpy(model: Any, optimizer: Any) -> None:
 
 def write_held_state_dict(model: Any, optimizer: Any) -> None:
     shown = model.state_dict()
-    shown["layers.6.weight"].mul_(0.5)
+    shown["layers.3.weight"].mul_(0.5)
 
 
 def write_held_optimizer_state(model: Any, optimizer: Any) -> None:
@@ -304,7 +304,7 @@ def clip_waiting(model: Any, optimizer: Any) -> None:
 
 def unused_parameters(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
-    model.used = 4
+    model.used = 3
     backward(model, 5)
     optimizer.step()
     optimizer.zero_grad()
@@ -321,8 +321,8 @@ def add_group(model: Any, optimizer: Any) -> None:
 def regroup(model: Any, optimizer: Any) -> None:
     group = optimizer.param_groups[0]
     params = group["params"]
-    group["params"] = params[:4]
-    optimizer.add_param_group({"params": params[4:], "lr": 0.02, "weight_decay": 0.3})
+    group["params"] = params[:3]
+    optimizer.add_param_group({"params": params[3:], "lr": 0.02, "weight_decay": 0.3})
 
 
 def remove_group(model: Any, optimizer: Any) -> None:

@@ -13,14 +13,14 @@ from pager.config import Checks
 from tests.cases.same import Report, check_same
 
 WIDTH = 96
-NUM_LAYERS = 10
+NUM_LAYERS = 6
 CHECKS = Checks(streams="late", happens_before=True, poison=True, daemon="inline")
 # With the smaller one slot and streaming parameters, with the larger two and parameters that stay.
-BUDGETS = ("528KiB", "992KiB")
+BUDGETS = ("320KiB", "608KiB")
 
 
 class Net(nn.Module):
-    """Ten layers of three pages each, (batch, WIDTH) in and out; a bias that stays an ordinary tensor."""
+    """Six layers of three pages each, (batch, WIDTH) in and out; a bias that stays an ordinary tensor."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -107,6 +107,6 @@ def check_corner(
         check_same(make_net, functools.partial(script, last=last), device_budget=budget, checks=CHECKS)
 
 
-def weight(model: Any, index: int = 6) -> Any:
+def weight(model: Any, index: int = 3) -> Any:
     """A paged parameter that has its home in host memory with both budgets."""
     return model.layers[index].weight
