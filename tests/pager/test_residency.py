@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pager.page_table import Home
 from tests.cases.same import check_equal, manage, values_of
 from tests.pager.optim.waiting import (
     BUDGETS,
@@ -39,6 +40,18 @@ def fixed(model: Any) -> list[bool]:
 
 def streaming_and_staying() -> list[Any]:
     return [manage(make_net(), device_budget=budget, checks=CHECKS) for budget in BUDGETS]
+
+
+def test_what_the_two_budgets_are_for() -> None:
+    """Every corner of a waiting update is tried with one of them or both."""
+    for model, stays, num_slots in zip(streaming_and_staying(), (False, True), (1, 2), strict=True):
+        train(model, 2)
+        expect_waiting(model)
+        runtime = model.pager._runtime
+        assert len(runtime.engine.staging._slots) == num_slots
+        assert fixed(model) == [stays] * NUM_LAYERS
+        assert runtime.table.home[weight(model)._pager.segment.first_page] == Home.HOST
+        model.pager.close()
 
 
 def test_parameters_stay_all_or_not_at_all() -> None:

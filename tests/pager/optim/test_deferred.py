@@ -59,9 +59,8 @@ def shown(value: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("zeroes", [False, True])
-@pytest.mark.parametrize("name", HELD)
-def test_what_was_taken_before_the_step_shows_what_torch_shows(name: str, zeroes: bool) -> None:
+@pytest.mark.pairwise(name=HELD, zeroes=[False, True], budget=BUDGETS)
+def test_what_was_taken_before_the_step_shows_what_torch_shows(name: str, zeroes: bool, budget: str) -> None:
     def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
         optimizer.zero_grad()
         backward(model, 5)
@@ -80,7 +79,7 @@ def test_what_was_taken_before_the_step_shows_what_torch_shows(name: str, zeroes
         optimizer.step()
         report("after a real step", shown(held))
 
-    check_corner(corner)
+    check_corner(corner, budgets=(budget,))
 
 
 @pytest.mark.parametrize("name", ["gradient", "a row of the gradient", "gradient's data"])

@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.cases.same import Report
 from tests.pager.optim.waiting import (
+    BUDGETS,
     NUM_LAYERS,
     WIDTH,
     Net,
@@ -368,26 +369,17 @@ CHANGES["state.data"] = lambda model, optimizer: state(model, optimizer).data.mu
 CHANGES["nothing"] = lambda model, optimizer: None
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_who_changes_something_changes_the_new_values(name: str) -> None:
+NEED_GRADIENTS = ("grow_grad", "zero_grad_data", "turn_on_amsgrad", "clip_waiting")
+
+
+@pytest.mark.pairwise(name=CHANGES, gradients=["kept", "dropped"], budget=BUDGETS)
+def test_who_changes_something_changes_the_new_values(name: str, gradients: str, budget: str) -> None:
     def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
+        if gradients == "dropped" and name not in NEED_GRADIENTS:
+            optimizer.zero_grad()
+            expect_waiting(model)
         CHANGES[name](model, optimizer)
         report("values", list(model.parameters()))
         report("grads", [p.grad for p in model.parameters()])
 
-    check_corner(corner)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changes_after_the_gradients_were_dropped(name: str) -> None:
-    if name in ("grow_grad", "zero_grad_data", "turn_on_amsgrad", "clip_waiting"):
-        name = "nothing"
-
-    def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
-        optimizer.zero_grad()
-        expect_waiting(model)
-        CHANGES[name](model, optimizer)
-        report("values", list(model.parameters()))
-        report("grads", [p.grad for p in model.parameters()])
-
-    check_corner(corner)
+    check_corner(corner, budgets=(budget,))

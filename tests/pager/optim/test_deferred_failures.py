@@ -68,9 +68,7 @@ def finish_and_compare(plain: Any, model: Any, optimizer: Any, managed: Any) -> 
     check_equal(optimizer.state_dict(), managed.state_dict(), "states")
 
 
-@pytest.mark.parametrize("error", [Stop, torch.OutOfMemoryError, MemoryError])
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.pairwise(error=[Stop, torch.OutOfMemoryError, MemoryError], after=[False, True], at=[0, 3])
 def test_what_passes_is_tried_again(
     error: type[BaseException], after: bool, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
