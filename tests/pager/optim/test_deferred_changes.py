@@ -72,7 +72,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_who_looks_at_a_parameter_sees_its_new_value(name: str) -> None:
-    check_corner(lambda model, optimizer, report: report(name, LOOKS[name](model)))
+    check_corner(lambda model, optimizer, report: report(name, LOOKS[name](model)), steps_after=1)
 
 
 STATE_LOOKS: dict[str, Callable[[Any, Any], Any]] = {
@@ -91,7 +91,10 @@ STATE_LOOKS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", STATE_LOOKS)
 def test_who_looks_at_a_state_sees_its_new_value(name: str) -> None:
-    check_corner(lambda model, optimizer, report: report(name, STATE_LOOKS[name](model, optimizer)))
+    def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
+        report(name, STATE_LOOKS[name](model, optimizer))
+
+    check_corner(corner, steps_after=1)
 
 
 # -- changing ------------------------------------------------------------------------------------------------------
