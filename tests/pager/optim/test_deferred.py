@@ -22,12 +22,14 @@ from tests.cases.same import Report, check_equal, check_ordinary, check_same, co
 from tests.pager.optim.waiting import (
     BUDGETS,
     CHECKS,
+    ROOMY_BUDGETS,
     backward,
     batch,
     check_corner,
     expect_waiting,
     make_adamw,
     make_net,
+    make_roomy_net,
     weight,
 )
 
@@ -305,7 +307,7 @@ def test_threads_that_touch_the_same_parameters_at_once(order: str) -> None:
         report("found", found)
         optimizer.zero_grad()
 
-    check_corner(corner)
+    check_corner(corner, budgets=ROOMY_BUDGETS, make_model=make_roomy_net)
 
 
 def test_a_side_thread_saves_while_training_goes_on() -> None:
@@ -320,7 +322,7 @@ def test_a_side_thread_saves_while_training_goes_on() -> None:
         loss.backward()
         optimizer.step()
 
-    check_corner(corner)
+    check_corner(corner, budgets=ROOMY_BUDGETS, make_model=make_roomy_net)
 
 
 # -- other loops ---------------------------------------------------------------------------------------------------
