@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -30,6 +31,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the whole product of models, optimizers and settings instead of pairwise combinations",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "pairwise(**factors): run with combinations that hold every pair of values of two factors, hashable all",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What is marked ``pairwise``; ``--full-product`` makes it every combination."""
+    from tests.equality.pairwise import pairwise
+
+    for mark in metafunc.definition.iter_markers("pairwise"):
+        factors = {name: tuple(values) for name, values in mark.kwargs.items()}
+        if metafunc.config.getoption("--full-product"):
+            rows = list(itertools.product(*factors.values()))
+        else:
+            rows = [tuple(row.values()) for row in pairwise(factors)]
+        metafunc.parametrize(tuple(factors), rows)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

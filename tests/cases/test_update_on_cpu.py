@@ -96,10 +96,7 @@ def adamw(model: nn.Module, **values: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **values})
 
 
-@pytest.mark.parametrize("daemon", ["inline", "thread"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("where", ["cpu", "auto"])
+@pytest.mark.pairwise(where=["cpu", "auto"], budget=BUDGETS, accumulation=[1, 2], daemon=["inline", "thread"])
 def test_trains_as_plain_torch_does(
     where: str, budget: str, accumulation: int, daemon: str, jobs: Jobs
 ) -> None:
@@ -509,9 +506,10 @@ def test_the_step_of_updates_in_backward_does_not_wait_for_the_cpu(
         optimizer.step()
         optimizer.zero_grad()
     assert model.get_parameter("6.0.weight")._pager.pending is not None  # type: ignore[attr-defined]
-    opening = threading.Timer(0.2, gate.opened.set)
+    expected = LOOKS[look](plain, optimizers[0])
+    opening = threading.Timer(0.1, gate.opened.set)
     opening.start()
-    expected, found = LOOKS[look](plain, optimizers[0]), LOOKS[look](model, optimizers[1])
+    found = LOOKS[look](model, optimizers[1])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     opening.join()
     train(plain, optimizers[0], 2)

@@ -34,27 +34,20 @@ def values_at_the_end(model: Any, losses: list[torch.Tensor]) -> list[torch.Tens
     return [*losses, *(param.detach() for param in model.parameters())]
 
 
-@pytest.mark.parametrize("daemon", ["inline", "thread"])
-@pytest.mark.parametrize(
-    ("what", "number", "kind"),
-    [
-        ("write", errno.EIO, TierIOError),
-        ("write", errno.ENOSPC, DiskFull),
-        ("write", errno.EROFS, TierIOError),
-        ("read", errno.EIO, TierIOError),
-    ],
-)
-@pytest.mark.parametrize("after", [0, 7])
+ERRORS: dict[str, tuple[str, int, type[TierError]]] = {
+    "write, EIO": ("write", errno.EIO, TierIOError),
+    "write, ENOSPC": ("write", errno.ENOSPC, DiskFull),
+    "write, EROFS": ("write", errno.EROFS, TierIOError),
+    "read, EIO": ("read", errno.EIO, TierIOError),
+}
+
+
+@pytest.mark.pairwise(name=ERRORS, after=[0, 7], daemon=["inline", "thread"])
 def test_an_error_of_the_disk_is_told_and_training_goes_on_exactly(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    daemon: str,
-    what: str,
-    number: int,
-    kind: type[TierError],
-    after: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int, daemon: str
 ) -> None:
     """Case 28: another process fills the disk, a cable is loose, the kernel remounts read-only; then it is well."""
+    what, number, kind = ERRORS[name]
     medium = Medium(monkeypatch)
     model = make_layers()
     optimizer = make_optimizer(model)

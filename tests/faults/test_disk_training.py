@@ -80,11 +80,11 @@ def test_each_page_on_disk_is_read_once_and_written_once_a_step(
     model.pager.close()
 
 
-def test_three_hundred_steps_cost_no_more_than_three(tmp_path: Path) -> None:
-    """Case 34."""
+def test_the_second_hundred_steps_take_nothing_more(tmp_path: Path) -> None:
+    """Case 34. What grows by two pages a step is seen."""
     command = [sys.executable, "-m", "tests.faults.steady", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     before, after = json.loads(done.stdout.splitlines()[-1])
-    assert after.pop("resident") - before.pop("resident") < 8 * 2**20
+    assert after.pop("resident") - before.pop("resident") < 2 * 2**20
     assert after == before

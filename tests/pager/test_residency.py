@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from pager.page_table import Home
 from tests.cases.same import check_equal, manage, values_of
 from tests.pager.optim.waiting import (
+    BUDGETS,
     CHECKS,
     NUM_LAYERS,
     Net,
@@ -37,7 +39,19 @@ def fixed(model: Any) -> list[bool]:
 
 
 def streaming_and_staying() -> list[Any]:
-    return [manage(make_net(), device_budget=budget, checks=CHECKS) for budget in ("528KiB", "992KiB")]
+    return [manage(make_net(), device_budget=budget, checks=CHECKS) for budget in BUDGETS]
+
+
+def test_what_the_two_budgets_are_for() -> None:
+    """Every corner of a waiting update is tried with one of them or both."""
+    for model, stays, num_slots in zip(streaming_and_staying(), (False, True), (1, 2), strict=True):
+        train(model, 2)
+        expect_waiting(model)
+        runtime = model.pager._runtime
+        assert len(runtime.engine.staging._slots) == num_slots
+        assert fixed(model) == [stays] * NUM_LAYERS
+        assert runtime.table.home[weight(model)._pager.segment.first_page] == Home.HOST
+        model.pager.close()
 
 
 def test_parameters_stay_all_or_not_at_all() -> None:
@@ -58,7 +72,7 @@ def test_an_optimizer_first_seen_at_its_step_gets_slots_in_a_full_arena() -> Non
 
 
 def test_what_stays_crosses_the_link_no_more() -> None:
-    model = manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    model = manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS)
     train(model, 2)
     engine = model.pager._runtime.engine
     runs = {id(engine.runs_of(layer.weight._pager.segment)[0]) for layer in model.layers}
@@ -71,7 +85,7 @@ def test_what_stays_crosses_the_link_no_more() -> None:
 
 
 def test_short_of_room_everything_is_let_go_and_the_values_stay() -> None:
-    plain, model = make_net(), manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    plain, model = make_net(), manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS)
     optimizers = [train(plain, 3), train(model, 3)]
     residency, engine = model.pager._runtime.residency, model.pager._runtime.engine
     expect_waiting(model)
@@ -90,7 +104,7 @@ def test_short_of_room_everything_is_let_go_and_the_values_stay() -> None:
 
 def test_an_operation_that_finds_no_room_makes_it() -> None:
     """Views of all states that fit: the slots and what stays give way, before BudgetError is raised."""
-    model = manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    model = manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS)
     optimizer = train(model, 2)
     held = [optimizer.state[layer.weight]["exp_avg"].view(-1) for layer in model.layers]
     assert not any(fixed(model))
@@ -100,7 +114,7 @@ def test_an_operation_that_finds_no_room_makes_it() -> None:
 
 
 def test_a_view_of_what_stayed_outlives_it() -> None:
-    plain, model = make_net(), manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    plain, model = make_net(), manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS)
     optimizers = [train(plain, 2), train(model, 2)]
     views = [weight(plain).detach(), weight(model).detach()]
     model.pager._runtime.residency.give_up()
@@ -118,7 +132,7 @@ def test_a_view_of_what_stayed_outlives_it() -> None:
 
 @pytest.mark.parametrize("change", ["load", "half", "data"])
 def test_what_stays_takes_new_values(change: str) -> None:
-    plain, model = make_net(), manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    plain, model = make_net(), manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS)
     torch.manual_seed(3)
     other = Net().state_dict()
     for each in (plain, model):
@@ -136,7 +150,7 @@ def test_what_stays_takes_new_values(change: str) -> None:
 
 def test_more_slots_where_much_is_computed_between_two_gradients() -> None:
     """The ring is a third of the arena then, not a sixth."""
-    few, many = (manage(make_net(), device_budget="992KiB", checks=CHECKS) for _ in range(2))
+    few, many = (manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS) for _ in range(2))
     for model in (few, many):
         optimizer = train(model, 1)
         many.pager._runtime.residency.activation_bytes = 2**30
@@ -150,7 +164,7 @@ def test_more_slots_where_much_is_computed_between_two_gradients() -> None:
 
 
 def test_an_arena_that_has_grown_gets_other_slots() -> None:
-    model = manage(make_net(), device_budget="992KiB", checks=CHECKS)
+    model = manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS)
     plain = make_net()
     optimizers = [train(plain, 2), train(model, 2)]
     runtime: Any = model.pager._runtime

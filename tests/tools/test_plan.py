@@ -259,9 +259,9 @@ def test_wrong_options_are_one_line_and_a_code(
 
 
 def test_a_budget_in_which_nothing_runs_is_a_failure_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "7b", "--device-budget", "2GiB") == 1
-    assert "Does not fit: of a budget of 2.00 GiB" in capsys.readouterr().out
-    assert run("estimate", "7b", "--device-budget", "2GiB", "--device-budget", "3GiB") == 1
+    assert run("plan", "small", "--device-budget", "2MiB") == 1
+    assert "Does not fit: of a budget of 2.00 MiB" in capsys.readouterr().out
+    assert run("estimate", "small", "--device-budget", "1MiB", "--device-budget", "2MiB") == 1
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(

@@ -69,7 +69,7 @@ def test_a_gradient_that_was_changed_since_is_read_again(name: str) -> None:
             report("grads", [p.grad for p in model.parameters()])
             optimizer.step()
 
-    check_corner(corner)
+    check_corner(corner, steps_after=1)
 
 
 @pytest.mark.parametrize("name", ["row", "data", "numpy"])
@@ -336,7 +336,7 @@ class Looks(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("index", [2, 5, 7, 8, 9])
+@pytest.mark.parametrize("index", [1, 3, 4, 5])
 def test_a_look_from_inside_the_update(index: int, budget: str) -> None:
     """At a gradient whose turn is yet to come: units that were fetched ahead hold it as it was before."""
     plain, model = make_net(), manage(make_net(), device_budget=budget, checks=CHECKS)

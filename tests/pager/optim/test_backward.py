@@ -43,11 +43,7 @@ def make_pair(name: str = "adamw", make_case: Any = make_mlp, **knobs: Any) -> P
 # -- the same numbers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("budget", "planned"),
-    [("streaming", True), ("streaming", False), ("staying", True), ("everything", True)],
-)
-@pytest.mark.parametrize("model", models.BUILDERS)
+@pytest.mark.pairwise(model=models.BUILDERS, budget=BUDGETS, planned=[True, False])
 def test_equals_a_step_after_backward(model: str, budget: str, planned: bool) -> None:
     example = models.BUILDERS[model]().make_batch(0)[0] if planned else None
     pair = make_pair(make_case=models.BUILDERS[model], budget=BUDGETS[budget], example_inputs=example)

@@ -22,12 +22,14 @@ from tests.cases.same import Report, check_equal, check_ordinary, check_same, co
 from tests.pager.optim.waiting import (
     BUDGETS,
     CHECKS,
+    ROOMY_BUDGETS,
     backward,
     batch,
     check_corner,
     expect_waiting,
     make_adamw,
     make_net,
+    make_roomy_net,
     weight,
 )
 
@@ -59,9 +61,8 @@ def shown(value: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("zeroes", [False, True])
-@pytest.mark.parametrize("name", HELD)
-def test_what_was_taken_before_the_step_shows_what_torch_shows(name: str, zeroes: bool) -> None:
+@pytest.mark.pairwise(name=HELD, zeroes=[False, True], budget=BUDGETS)
+def test_what_was_taken_before_the_step_shows_what_torch_shows(name: str, zeroes: bool, budget: str) -> None:
     def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
         optimizer.zero_grad()
         backward(model, 5)
@@ -80,7 +81,7 @@ def test_what_was_taken_before_the_step_shows_what_torch_shows(name: str, zeroes
         optimizer.step()
         report("after a real step", shown(held))
 
-    check_corner(corner)
+    check_corner(corner, budgets=(budget,))
 
 
 @pytest.mark.parametrize("name", ["gradient", "a row of the gradient", "gradient's data"])
@@ -306,7 +307,7 @@ def test_threads_that_touch_the_same_parameters_at_once(order: str) -> None:
         report("found", found)
         optimizer.zero_grad()
 
-    check_corner(corner)
+    check_corner(corner, budgets=ROOMY_BUDGETS, make_model=make_roomy_net)
 
 
 def test_a_side_thread_saves_while_training_goes_on() -> None:
@@ -321,7 +322,7 @@ def test_a_side_thread_saves_while_training_goes_on() -> None:
         loss.backward()
         optimizer.step()
 
-    check_corner(corner)
+    check_corner(corner, budgets=ROOMY_BUDGETS, make_model=make_roomy_net)
 
 
 # -- other loops ---------------------------------------------------------------------------------------------------
@@ -393,9 +394,9 @@ def test_several_optimizers_over_one_model() -> None:
     def script(model: Any, report: Report) -> None:
         params = list(model.parameters())
         optimizers = [
-            torch.optim.AdamW(params[:5], lr=0.01),
-            torch.optim.SGD(params[5:9], lr=0.01, momentum=0.9),
-            torch.optim.Adam(params[9:], lr=0.02),
+            torch.optim.AdamW(params[:3], lr=0.01),
+            torch.optim.SGD(params[3:5], lr=0.01, momentum=0.9),
+            torch.optim.Adam(params[5:], lr=0.02),
         ]
         for step in range(6):
             backward(model, step)

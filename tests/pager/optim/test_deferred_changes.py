@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.cases.same import Report
 from tests.pager.optim.waiting import (
+    BUDGETS,
     NUM_LAYERS,
     WIDTH,
     Net,
@@ -63,7 +64,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "is new": lambda m: weight(m)._version > 2,
     "grad": lambda m: weight(m).grad,
     "all grads": lambda m: [p.grad for p in m.parameters()],
-    "equal": lambda m: torch.equal(weight(m), weight(m, 9)),
+    "equal": lambda m: torch.equal(weight(m), weight(m, 5)),
     "metadata": lambda m: (weight(m).shape, weight(m).stride(), weight(m).is_contiguous()),
     "copy into other": lambda m: torch.empty(WIDTH, WIDTH).copy_(weight(m).detach()),
 }
@@ -71,7 +72,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_who_looks_at_a_parameter_sees_its_new_value(name: str) -> None:
-    check_corner(lambda model, optimizer, report: report(name, LOOKS[name](model)))
+    check_corner(lambda model, optimizer, report: report(name, LOOKS[name](model)), steps_after=1)
 
 
 STATE_LOOKS: dict[str, Callable[[Any, Any], Any]] = {
@@ -90,7 +91,10 @@ STATE_LOOKS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", STATE_LOOKS)
 def test_who_looks_at_a_state_sees_its_new_value(name: str) -> None:
-    check_corner(lambda model, optimizer, report: report(name, STATE_LOOKS[name](model, optimizer)))
+    def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
+        report(name, STATE_LOOKS[name](model, optimizer))
+
+    check_corner(corner, steps_after=1)
 
 
 # -- changing ------------------------------------------------------------------------------------------------------
@@ -191,7 +195,7 @@ def zero_grad_data(model: Any, optimizer: Any) -> None:
 
 
 def freeze(model: Any, optimizer: Any) -> None:
-    for layer in model.layers[:4]:
+    for layer in model.layers[:3]:
         layer.weight.requires_grad_(False)
     optimizer.zero_grad()
 
@@ -227,7 +231,7 @@ def copy_in(model: Any, optimizer: Any) -> None:
 
 def copy_between(model: Any, optimizer: Any) -> None:
     with torch.no_grad():
-        weight(model).copy_(weight(model, 9))
+        weight(model).copy_(weight(model, 5))
 
 
 def init_again(model: Any, optimizer: Any) -> None:
@@ -256,7 +260,7 @@ def write_state_numpy(model: Any, optimizer: Any) -> None:
 
 def write_held_state_dict(model: Any, optimizer: Any) -> None:
     shown = model.state_dict()
-    shown["layers.6.weight"].mul_(0.5)
+    shown["layers.3.weight"].mul_(0.5)
 
 
 def write_held_optimizer_state(model: Any, optimizer: Any) -> None:
@@ -304,7 +308,7 @@ def clip_waiting(model: Any, optimizer: Any) -> None:
 
 def unused_parameters(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
-    model.used = 4
+    model.used = 3
     backward(model, 5)
     optimizer.step()
     optimizer.zero_grad()
@@ -321,8 +325,8 @@ def add_group(model: Any, optimizer: Any) -> None:
 def regroup(model: Any, optimizer: Any) -> None:
     group = optimizer.param_groups[0]
     params = group["params"]
-    group["params"] = params[:4]
-    optimizer.add_param_group({"params": params[4:], "lr": 0.02, "weight_decay": 0.3})
+    group["params"] = params[:3]
+    optimizer.add_param_group({"params": params[3:], "lr": 0.02, "weight_decay": 0.3})
 
 
 def remove_group(model: Any, optimizer: Any) -> None:
@@ -368,26 +372,17 @@ CHANGES["state.data"] = lambda model, optimizer: state(model, optimizer).data.mu
 CHANGES["nothing"] = lambda model, optimizer: None
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_who_changes_something_changes_the_new_values(name: str) -> None:
+NEED_GRADIENTS = ("grow_grad", "zero_grad_data", "turn_on_amsgrad", "clip_waiting")
+
+
+@pytest.mark.pairwise(name=CHANGES, gradients=["kept", "dropped"], budget=BUDGETS)
+def test_who_changes_something_changes_the_new_values(name: str, gradients: str, budget: str) -> None:
     def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
+        if gradients == "dropped" and name not in NEED_GRADIENTS:
+            optimizer.zero_grad()
+            expect_waiting(model)
         CHANGES[name](model, optimizer)
         report("values", list(model.parameters()))
         report("grads", [p.grad for p in model.parameters()])
 
-    check_corner(corner)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changes_after_the_gradients_were_dropped(name: str) -> None:
-    if name in ("grow_grad", "zero_grad_data", "turn_on_amsgrad", "clip_waiting"):
-        name = "nothing"
-
-    def corner(model: Any, optimizer: torch.optim.Optimizer, report: Report) -> None:
-        optimizer.zero_grad()
-        expect_waiting(model)
-        CHANGES[name](model, optimizer)
-        report("values", list(model.parameters()))
-        report("grads", [p.grad for p in model.parameters()])
-
-    check_corner(corner)
+    check_corner(corner, budgets=(budget,))

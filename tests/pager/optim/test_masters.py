@@ -36,9 +36,7 @@ def make_pair(name: str = "adamw", *, make_case: Callable[[], models.Case] = mak
 # -- training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update_at", ["step", "backward"])
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.pairwise(name=MAKERS, budget=BUDGETS, update_at=["step", "backward"])
 def test_equals_a_loop_with_masters(name: str, budget: str, update_at: str) -> None:
     pair = make_pair(name, budget=BUDGETS[budget], update_at=update_at)
     pair.train(3)
@@ -205,9 +203,7 @@ WRITES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("update_at", ["step", "backward"])
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.pairwise(write=WRITES, budget=BUDGETS, update_at=["step", "backward"])
 def test_a_written_weight_begins_a_new_master(write: str, budget: str, update_at: str) -> None:
     pair = make_pair(budget=BUDGETS[budget], update_at=update_at)
     pair.train(2)
@@ -256,9 +252,11 @@ def test_a_state_dict_shows_fp32_masters_and_moments() -> None:
     pair.model.pager.close()
 
 
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-@pytest.mark.parametrize("update_at", ["step", "backward"])
-@pytest.mark.parametrize("budget", ["streaming", "everything"])
+@pytest.mark.pairwise(
+    budget=["streaming", "everything"],
+    update_at=["step", "backward"],
+    order=["model first", "optimizer first"],
+)
 def test_training_resumes_bit_for_bit(budget: str, update_at: str, order: str) -> None:
     knobs: dict[str, Any] = {"budget": BUDGETS[budget], "update_at": update_at}
     pair = make_pair(**knobs)
