@@ -197,7 +197,8 @@ class DiskQueue(Workers):
     def has_room(self, num_bytes: int) -> bool:
         """Whether no write has failed, or as much as ``num_bytes`` that cannot be written can be kept."""
         with self.changed:
-            return self._may_spare(num_bytes) or all(write.error is None for write in self._held)
+            # In this order: what may be kept is asked of the system, and nearly always no write has failed.
+            return all(write.error is None for write in self._held) or self._may_spare(num_bytes)
 
     def check_writes(self) -> None:
         """Try failed writes again; raises the first's error if one fails again, which so counts as told.

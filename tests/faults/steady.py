@@ -18,7 +18,7 @@ from tests.faults.media import make_layers, make_optimizer, manage_over_three_ti
 
 
 def main(folder: Path) -> None:
-    """Look after 100 and after 200 steps."""
+    """Look after 100 and after 300 steps."""
     with pytest.MonkeyPatch.context() as patch:
         # The sawtooth for people grows to a few MiB by itself.
         patch.setattr(Counters, "HISTORY_SAMPLES", 100)
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
             patch, model, optimizer, folder, streams="early", happens_before=False, poison=False
         )
         found = []
-        for num_steps in (100, 100):  # by the first look every slot of the ring has been used
+        for num_steps in (100, 200):  # by the first look every slot of the ring has been used
             train_stubbornly(model, optimizer, num_steps)
             runtime.engine.transfers.settle()
             gc.collect()
