@@ -8,6 +8,7 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -106,9 +107,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has gone (`pager ... | head`). The interpreter would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        # Commands put what they know of a file into words themselves: this is our own output, redirected.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        _drop_output()
+        _complain(f"cannot write the output: {error.strerror}; free space there, or write it elsewhere")
+        return EXIT_FAILED
     return code
+
+
+def _drop_output() -> None:
+    """Nothing that is still to be printed, at exit too, meets the same error."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -137,3 +137,22 @@ def test_a_reader_that_goes_away_is_no_error(repository: Path) -> None:
     os.close(writer)
     assert completed.returncode == 141
     assert completed.stderr == ""
+
+
+def test_output_that_nobody_can_take_is_said(
+    raising: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        full.write("what a command prints")
+        assert cli.main(["sample"]) == 1
+        full.flush()  # what comes after it goes nowhere, and complains no more
+    assert capsys.readouterr().err == (
+        "pager: cannot write the output: No space left on device; free space there, or write it elsewhere\n"
+    )
+
+
+def test_an_error_of_a_file_is_not_taken_for_one_of_the_output(raising: type) -> None:
+    raising.error = FileNotFoundError(2, "No such file")  # type: ignore[attr-defined]
+    with pytest.raises(FileNotFoundError):
+        cli.main(["sample"])
