@@ -15,7 +15,7 @@ from pager.config import MIN_PAGE_BYTES, Config, resolve_budget
 from pager.errors import BudgetError, ConfigError
 from pager.graph.cost_model import Ceilings
 from pager.homes import Homes, Wanted, state_name
-from pager.host_limit import host_limit_bytes, process_bytes
+from pager.host_limit import host_budget_bytes, host_limit_bytes, process_bytes
 from pager.page_table import Home
 from pager.tiers.disk_probe import DEPTHS, shape_of
 from pager.units import ceil_div, format_bytes
@@ -129,7 +129,7 @@ def host_room(
     config: Config, device: Device, budget: DeviceBudget, parameters: Parameters, states: States
 ) -> tuple[int, int]:
     """Bytes of host memory that homes may take, and the host budget they are part of."""
-    whole = resolve_budget(config.host_budget, host_limit_bytes(), name="host_budget")
+    whole = host_budget_bytes(config.host_budget, host_limit_bytes())
     # What the model holds on the CPU now will be freed as it moves into pages.
     on_cpu = sum(param.nbytes for _, param in parameters.paged if param.device.type == "cpu")
     slabs = budget.limit_bytes if device.is_simulated else 0

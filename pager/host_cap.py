@@ -20,9 +20,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from pager.config import resolve_budget
 from pager.errors import BudgetError
-from pager.host_limit import free_host_bytes, host_limit_bytes, process_bytes
+from pager.host_limit import free_host_bytes, host_budget_bytes, host_limit_bytes, process_bytes
 from pager.units import format_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class HostCap:
         """Bytes meant by ``host_budget``. Raises BudgetError if what is in use cannot be brought under that, after
         giving back what can be.
         """
-        wanted = resolve_budget(knob, host_limit_bytes(), name="host_budget")
+        wanted = host_budget_bytes(knob, host_limit_bytes())
         if process_bytes() > wanted:
             self._give_back(f"host_budget is to be {format_bytes(wanted)}", wanted)
         used = process_bytes()

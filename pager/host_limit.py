@@ -6,6 +6,10 @@ from pathlib import Path
 
 import psutil
 
+from pager.config import resolve_budget
+from pager.errors import ConfigError
+from pager.units import format_bytes
+
 # cgroup v1 says "no limit" with a number near 2**63.
 _NO_LIMIT = 2**60
 # Beside each limit stands what is in use.
@@ -20,6 +24,19 @@ def host_limit_bytes(
     for path in _limit_files(root, membership):
         limit = min(limit, _number_in(path) or limit)
     return limit
+
+
+def host_budget_bytes(knob: int | float | str, limit: int) -> int:
+    """Bytes meant by ``host_budget``, of ``limit`` bytes that there are. Raises ConfigError for more than there is: such a budget would not keep the
+    process from being swapped out or killed.
+    """
+    wanted = resolve_budget(knob, limit, name="host_budget")
+    if wanted > limit:
+        raise ConfigError(
+            f"host_budget is {knob!r}, {format_bytes(wanted)}, but this machine, or a cgroup around this process, has "
+            f"{format_bytes(limit)}; give less, or a share such as 0.85"
+        )
+    return wanted
 
 
 def _number_in(path: Path) -> int | None:

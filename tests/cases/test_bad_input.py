@@ -117,6 +117,13 @@ def test_a_host_budget_below_the_state_is_refused_with_the_bill() -> None:
     )
 
 
+def test_a_host_budget_beyond_the_machine_is_refused() -> None:
+    """It would keep nobody from being swapped out or killed."""
+    check_refused(
+        models.make_mlp, pager.ConfigError, r"host_budget is '900TiB'.*give less", host_budget="900TiB"
+    )
+
+
 def test_a_host_budget_raised_by_what_it_lacks_is_enough() -> None:
     with pytest.raises(pager.BudgetError, match="which so lacks") as caught:
         manage(models.make_mlp().model, host_budget="1MiB")

@@ -167,6 +167,8 @@ def test_another_budget_while_the_model_trains() -> None:
         model.pager.set(host_budget="1MiB")
     with pytest.raises(ConfigError, match="a fraction must be above 0"):
         model.pager.set(host_budget=-0.5)
+    with pytest.raises(ConfigError, match=r"host_budget is 1000000000000000, .* has .*; give less"):
+        model.pager.set(host_budget=10**15)
     assert model.pager.statistics().host_budget_bytes == before - 64 * MIB
     model(torch.ones(2, 96)).sum().backward()
     model.pager.close()
