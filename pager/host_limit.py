@@ -27,8 +27,8 @@ def host_limit_bytes(
 
 
 def host_budget_bytes(knob: int | float | str, limit: int) -> int:
-    """Bytes meant by ``host_budget``, of ``limit`` bytes that there are. Raises ConfigError for more: such a budget would
-    not keep the process from being swapped out or killed.
+    """Bytes meant by ``host_budget``, of ``limit`` bytes that there are. Raises ConfigError for more: such a budget
+    would not keep the process from being swapped out or killed.
     """
     wanted = resolve_budget(knob, limit, name="host_budget")
     if wanted > limit:
