@@ -71,7 +71,8 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prediction:
-    """``fits``: nothing would be paged. ``reason``: why there is no step, else None. Bytes as on the device.
+    """``fits``: nothing would be paged. ``reason``: why there is no step, else None; ``may_train``: it may train all
+    the same, but nobody knows how fast. Bytes as on the device.
 
     ``network_seconds``: what several machines need between them: gradients to their owners, new weights to all.
     """
@@ -81,6 +82,7 @@ class Prediction:
     reason: str | None
     arena_bytes: int
     activation_bytes: int
+    may_train: bool = False
     headroom_bytes: int
     shares: DeviceShares | None = None
     placement: Placement | None = None
@@ -172,9 +174,11 @@ def predict(
         return Prediction(
             **known,
             fits=False,
+            # The runtime then steps whole tensors through the arena, which is not simulated.
+            may_train=arena >= largest,
             reason=f"of a budget of {format_bytes(wanted.budget_bytes)} {format_bytes(arena)} are left for pages "
             f"beside activations of {format_bytes(captured.activation_bytes)}; streaming the largest tensor "
-            f"({format_bytes(largest)}) takes {_UPDATE_TENSORS} of it; lower the batch, or raise the budget",
+            f"({format_bytes(largest)}) takes {_UPDATE_TENSORS} of it, and its states a slot",
         )
     try:
         placement, result = _simulate(captured, machine, wanted, shares, keep_tasks=keep_tasks)

@@ -16,7 +16,7 @@ _JUST_OVER = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """``kind``: "fits", "just over", "far beyond" or "does not fit". ``text``: a few sentences."""
+    """``kind``: "fits", "just over", "far beyond", "not predicted" or "does not fit". ``text``: a few sentences."""
 
     kind: str
     text: str
@@ -32,6 +32,12 @@ def verdict_of(prediction: Prediction, step: StepModel) -> Verdict:
             "it would leave the model alone.",
         )
     result = prediction.step
+    if result is None and prediction.may_train:
+        return Verdict(
+            kind="not predicted",
+            text=f"Too tight to predict: {prediction.reason}. It may train, slowly; a lower batch or a larger budget "
+            "lets it stream.",
+        )
     if result is None:
         return Verdict(
             kind="does not fit",
