@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 if TYPE_CHECKING:
     from pager.runtime import Runtime
+
+logger = logging.getLogger("pager.model_hooks")
 
 
 def _inert(*args: Any) -> None:
@@ -69,10 +72,19 @@ class _Loaded(_Hook):
             self._runtime.torn.clear()
 
 
-class _Tied(_Hook):
-    """After ``state_dict()``: the names of one parameter share one tensor's memory, so that it is saved once."""
+class _Saved(_Hook):
+    """After ``state_dict()``: the names of one parameter share one tensor's memory, so that it is saved once. Who saves
+    a torn model is told: the usual ``except: torch.save(...)`` would put it over the last good one.
+    """
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        if self._runtime.in_backward is not None:
+            self._runtime.in_backward.look_for_tear()
+        if self._runtime.torn:
+            logger.warning(
+                "this state dict is of a model that is torn: %s It mixes two steps; do not save it over the last one",
+                self._runtime.torn,
+            )
         first: dict[int, str] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             known = first.setdefault(id(param), prefix + name)
@@ -87,7 +99,7 @@ class ModelHooks:
         model = runtime.model
         self._handles = [
             model.register_load_state_dict_post_hook(_Loaded(runtime)),
-            model.register_state_dict_post_hook(_Tied(runtime)),
+            model.register_state_dict_post_hook(_Saved(runtime)),
         ]
         if wait_for_batch:
             first = _FirstBatch(runtime)

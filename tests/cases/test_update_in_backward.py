@@ -175,7 +175,7 @@ def test_who_never_zeroes_gradients_is_told_once(zeroes: str, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_who_closes_a_torn_model_is_told(breaks: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_saves_or_closes_a_torn_model_is_told(breaks: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody refuses to train on from it without pager."""
     case = models.make_mlp()
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
@@ -192,6 +192,10 @@ def test_who_closes_a_torn_model_is_told(breaks: bool, caplog: pytest.LogCapture
         first.register_hook(fail)
         with pytest.raises(ZeroDivisionError):
             train_step(case, case.model, 1)
+    saved = case.model.state_dict()
+    assert warnings_of(caplog, "this state dict is of a model that is torn") == breaks
     handle: Any = case.model.pager
     handle.close()
     assert warnings_of(caplog, "closing a model that is torn") == breaks
+    for name, value in case.model.state_dict().items():
+        assert torch.equal(value, saved[name])
