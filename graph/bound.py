@@ -22,12 +22,16 @@ once, and for each parameter updated on the CPU states read and written, weight 
 26 bytes), the CPU's update rate. Of the step: the device's memory, less activations while forward ends, less kept
 gradients while backward ends, less workspace at both times.
 
+Where there is a disk, states may have their home there: read and written once a step, at any time of it, and once
+more through host DRAM each way. Then host memory has room for so many homes only: of weights that stream or are
+updated on the CPU, of states that stream, of gradients that are sent.
+
 What it leaves out makes it optimistic only, but for two things: activations are taken off as if they stood at
 their peak whenever weights are (a schedule could cache a little more while they are few), and updates on the
 device are added to the compute although the two could share it. Latency, dependences inside a phase, ragged sizes
 and the memory of the transfer windows (unless given as workspace) are not in it.
 
-The optimum over all shares is a linear program (`graph.linear_program`) of at most 20 variables.
+The optimum over all shares is a linear program (`graph.linear_program`) of at most 32 variables.
 """
 
 from __future__ import annotations
@@ -64,6 +68,8 @@ class StepCeilings:
     link_both_bytes_per_second: float
     host_dram_bytes_per_second: float
     cpu_update_parameters_per_second: float
+    # Read and written, together; infinite where there is no disk.
+    disk_bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -128,20 +134,32 @@ class _Phase:
 
 @dataclass(slots=True)
 class _Activity:
-    """One way to treat a parameter: name, what each phase costs, bytes on the device all along / as backward ends."""
+    """One way to treat a parameter: name, what each phase costs, bytes on the device all along / as backward ends, at
+    home in host memory, and read and written on a disk.
+    """
 
     name: tuple[str, str, str]
     forward: _Phase
     backward: _Phase
     resident: float = 0.0
     kept: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
 
 
 _IN_BACKWARD, _KEPT, _SENT = "in backward", "gradient kept", "gradient sent"
 
 
-def _activities(size: BytesPerParameter, update_at: str, update_on: str) -> Iterator[_Activity]:
-    updates = {"device": ("resident state", "streamed state"), "cpu": ("cpu",)}
+_ON_DISK = "state on disk"
+_CPU_ON_DISK = "cpu, state on disk"
+
+
+def _activities(
+    size: BytesPerParameter, update_at: str, update_on: str, *, has_disk: bool
+) -> Iterator[_Activity]:
+    updates: dict[str, tuple[str, ...]] = {"device": ("resident state", "streamed state"), "cpu": ("cpu",)}
+    if has_disk:
+        updates = {"device": (*updates["device"], _ON_DISK), "cpu": (*updates["cpu"], _CPU_ON_DISK)}
     updates["auto"] = (*updates["device"], *updates["cpu"])
     times = (_KEPT, _SENT) if update_at == "step" else (_IN_BACKWARD, _KEPT, _SENT)
     for name in itertools.product(("resident weight", "streamed weight"), updates[update_on], times):
@@ -153,6 +171,15 @@ def _make_activity(name: tuple[str, str, str], size: BytesPerParameter) -> _Acti
     activity = _Activity(name, _Phase(), _Phase())
     forward, backward = activity.forward, activity.backward
     now = backward if when == _IN_BACKWARD else forward
+    on_cpu = update in ("cpu", _CPU_ON_DISK)
+    if weight == "streamed weight" or on_cpu:
+        activity.host += size.weight
+    if update in (_ON_DISK, _CPU_ON_DISK):
+        activity.disk += 2 * size.state
+    elif update != "resident state":
+        activity.host += size.state
+    if when == _SENT:
+        activity.host += size.gradient
     if weight == "resident weight":
         activity.resident += size.weight
     else:
@@ -160,7 +187,7 @@ def _make_activity(name: tuple[str, str, str], size: BytesPerParameter) -> _Acti
         backward.link_in += size.weight
     if when == _KEPT:
         activity.kept += size.gradient
-    if update == "cpu":
+    if on_cpu:
         now.cpu_updates += 1
         (forward if when == _KEPT else backward).link_out += size.gradient
         if weight == "resident weight":
@@ -190,8 +217,10 @@ def step_bound(
     update_at: str = "backward",
     update_on: str = "auto",
     size: BytesPerParameter | None = None,
+    host_bytes: float = math.inf,
 ) -> StepBound:
     """The least seconds of a step of ``num_parameters`` within ``device_bytes``. See the head of this file.
+    ``host_bytes``: for homes in host memory, where there is a disk for the rest.
 
     ``activation_bytes``: their peak, as forward ends; ``workspace_bytes``: context, windows, what else is always
     taken. ``update_at``: "step" or "backward"; ``update_on``: "device", "cpu" or "auto". Raises ValueError for other
@@ -201,7 +230,8 @@ def step_bound(
         raise ValueError(f"update_at is {update_at!r} and update_on {update_on!r}")
     if num_parameters < 1:
         raise ValueError(f"num_parameters is {num_parameters}")
-    activities = list(_activities(size or BytesPerParameter(), update_at, update_on))
+    has_disk = math.isfinite(ceilings.disk_bytes_per_second)
+    activities = list(_activities(size or BytesPerParameter(), update_at, update_on, has_disk=has_disk))
     cpu_bytes = (size or BytesPerParameter()).cpu_update
     rooms = (device_bytes - workspace_bytes - activation_bytes, device_bytes - workspace_bytes)
     if min(rooms) < 0:
@@ -210,16 +240,19 @@ def step_bound(
             f"device_bytes ({device_bytes:.0f})"
         )
 
-    def solve(limits: StepCeilings, factor: float = 1.0) -> FloatArray:
+    def solve(limits: StepCeilings, factor: float = 1.0, host_factor: float = 1.0) -> FloatArray:
         room = tuple(device_bytes * (factor - 1.0) + part if math.isfinite(part) else part for part in rooms)
-        return _solve(activities, num_parameters, limits, room, cpu_bytes)
+        host = host_bytes * host_factor if has_disk else math.inf
+        return _solve(activities, num_parameters, limits, (*room, host), cpu_bytes)
 
     solution = solve(ceilings)
     seconds = float(solution[-2:].sum())
     gains = {}
     for name, raised in _raised(ceilings).items():
         gains[name] = (seconds - float(solve(raised)[-2:].sum())) / seconds / (_NUDGE - 1.0)
-    gains["device_memory"] = (seconds - float(solve(ceilings, _NUDGE)[-2:].sum())) / seconds / (_NUDGE - 1.0)
+    more = {"device_memory": (_NUDGE, 1.0), "host_memory": (1.0, _NUDGE)}
+    for name, factors in more.items() if has_disk else [("device_memory", more["device_memory"])]:
+        gains[name] = (seconds - float(solve(ceilings, *factors)[-2:].sum())) / seconds / (_NUDGE - 1.0)
     gains = {name: gain if gain > 1e-6 else 0.0 for name, gain in gains.items()}
     return StepBound(
         seconds=seconds,
@@ -243,7 +276,10 @@ def _solve(
     rooms: tuple[float, ...],
     cpu_bytes: float,
 ) -> FloatArray:
-    """Shares of ``activities`` (of 1), then seconds of forward and of backward."""
+    """Shares of ``activities`` (of 1), then seconds of forward and of backward.
+
+    ``rooms``: on the device as forward and as backward ends, and in host memory.
+    """
     into, out, both = _link(ceilings)
     rows, limits = [], []
     for phase, compute in enumerate((ceilings.forward_seconds, ceilings.backward_seconds)):
@@ -264,17 +300,35 @@ def _solve(
             limits.append(-at_least)
     resident = np.array([activity.resident for activity in activities])
     kept = np.array([activity.kept for activity in activities])
-    for bytes_per_parameter, room in zip((resident, resident + kept), rooms, strict=True):
+    at_home = np.array([activity.host for activity in activities])
+    for bytes_per_parameter, room in zip((resident, resident + kept, at_home), rooms, strict=True):
         if math.isfinite(room):
             unit = max(room, float(num_parameters))
             rows.append([*(num_parameters * bytes_per_parameter / unit), 0.0, 0.0])
             limits.append(room / unit)
+    if math.isfinite(ceilings.disk_bytes_per_second):
+        disk = np.array([activity.disk for activity in activities])
+        dram = disk + [_dram_bytes(activity, cpu_bytes) for activity in activities]
+        for bytes_per_parameter, rate in (
+            (disk, ceilings.disk_bytes_per_second),
+            (dram, ceilings.host_dram_bytes_per_second),
+        ):
+            rows.append([*(num_parameters * bytes_per_parameter / rate), -1.0, -1.0])
+            limits.append(0.0)
     rows.append([*([-1.0] * len(activities)), 0.0, 0.0])  # every parameter is updated somewhere
     limits.append(-1.0)
     try:
         return minimise([*([0.0] * len(activities)), 1.0, 1.0], rows, limits)
     except Infeasible as error:
         raise ValueError(f"no schedule fits {rooms[0]:.0f} bytes with these knobs") from error
+
+
+def _dram_bytes(activity: _Activity, cpu_bytes: float) -> float:
+    """Of host DRAM, in both phases, without what the disk takes."""
+    return sum(
+        phase.link_in + phase.link_out + phase.cpu_updates * cpu_bytes
+        for phase in (activity.forward, activity.backward)
+    )
 
 
 def _link(ceilings: StepCeilings) -> tuple[float, float, float]:
@@ -292,6 +346,8 @@ def _raised(ceilings: StepCeilings) -> dict[str, StepCeilings]:
         "host_dram": ("host_dram_bytes_per_second",),
         "cpu_update": ("cpu_update_parameters_per_second",),
     }
+    if math.isfinite(ceilings.disk_bytes_per_second):
+        resources["disk"] = ("disk_bytes_per_second",)
     changed = {}
     for resource, names in resources.items():
         values = {
@@ -313,8 +369,13 @@ def _loads(
     for activity, share in zip(activities, solution, strict=False):
         for phase, name in itertools.product((activity.forward, activity.backward), counted):
             counted[name] += getattr(phase, name) * float(share) * num_parameters
-    dram = counted["link_in"] + counted["link_out"] + counted["cpu_updates"] * cpu_bytes
-    return {
+    disk = sum(
+        activity.disk * float(share) * num_parameters
+        for activity, share in zip(activities, solution, strict=False)
+    )
+    dram = counted["link_in"] + counted["link_out"] + counted["cpu_updates"] * cpu_bytes + disk
+    on_disk = {"disk": disk / ceilings.disk_bytes_per_second} if disk else {}
+    return on_disk | {
         "compute": ceilings.forward_seconds
         + ceilings.backward_seconds
         + counted["device_updates"] / ceilings.device_update_parameters_per_second,

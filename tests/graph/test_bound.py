@@ -254,3 +254,61 @@ def test_what_has_no_bound_is_refused(options: dict[str, Any], message: str) -> 
 def test_ceilings_are_checked(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         dataclasses.replace(H200, **{name: value})
+
+
+# -- a disk --------------------------------------------------------------------------------------------
+
+
+def with_disk(rate: float, **changes: float) -> StepCeilings:
+    return dataclasses.replace(H200, disk_bytes_per_second=rate, **changes)
+
+
+def test_what_host_memory_cannot_hold_is_read_and_written_on_the_disk_once() -> None:
+    """Weights and a quarter of the states have room: three quarters of 10 bytes, both ways, are the step."""
+    found = bound_of(with_disk(1e9), device_bytes=0, host_bytes=SEVEN_B * (2 + 10 / 4))
+    assert found.seconds == pytest.approx(SEVEN_B * 0.75 * 20 / 1e9, rel=1e-3)
+    assert found.share("state on disk") + found.share("cpu, state on disk") == pytest.approx(0.75)
+    assert found.wall == "disk"
+    assert found.loads_seconds["disk"] == pytest.approx(found.seconds, rel=1e-6)
+    assert found.gains["host_memory"] > 0.3
+
+
+def test_a_disk_that_is_not_needed_changes_nothing() -> None:
+    without = bound_of()
+    assert bound_of(with_disk(1e9)).seconds == pytest.approx(without.seconds)
+    assert "disk" not in bound_of(with_disk(1e9)).loads_seconds
+    assert "host_memory" not in without.gains
+
+
+def test_its_bytes_cross_host_memory_too() -> None:
+    """With a disk and a link without limit each byte on the disk is two of host memory: from the disk, to the link."""
+    found = bound_of(
+        with_disk(
+            1e15,
+            host_dram_bytes_per_second=100e9,
+            forward_seconds=0.0,
+            backward_seconds=0.0,
+            device_update_parameters_per_second=FREE,
+            link_in_bytes_per_second=1e15,
+            link_out_bytes_per_second=1e15,
+            link_both_bytes_per_second=1e15,
+        ),
+        device_bytes=0,
+        host_bytes=SEVEN_B * 2,
+        update_on="device",
+    )
+    # The weight twice in and once out, states in and out, both again for the disk.
+    assert found.seconds == pytest.approx(SEVEN_B * (2 + 2 + 2 + 20 + 20) / 100e9, rel=1e-3)
+
+
+def test_states_that_fit_neither_are_refused() -> None:
+    with pytest.raises(ValueError, match="no schedule fits"):
+        bound_of(with_disk(1e9), device_bytes=0, host_bytes=SEVEN_B)
+
+
+@given(rate=st.floats(1e8, 1e11), share=st.floats(0.3, 1.5), more=st.floats(1.0, 4.0))
+def test_a_faster_disk_or_more_memory_is_never_slower(rate: float, share: float, more: float) -> None:
+    room = SEVEN_B * 12 * share
+    found = bound_of(with_disk(rate), host_bytes=room).seconds
+    assert bound_of(with_disk(rate * more), host_bytes=room).seconds <= found * (1 + 1e-9)
+    assert bound_of(with_disk(rate), host_bytes=room * more).seconds <= found * (1 + 1e-9)

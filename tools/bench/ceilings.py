@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from pager.config import Config
 from pager.device.base import Device, LinkDirection
+from pager.host_limit import host_budget_bytes, host_limit_bytes
 from pager.tools.bench.job import EPS, StepJob
 from pager.tools.bench.peers import update_states
 from pager.tools.bench.system import make_filled_model
+from pager.tools.doctor.disk import measure_disk
 
 __all__ = ["measure_ceilings"]
 
@@ -55,8 +58,22 @@ def measure_ceilings(job: StepJob, device: torch.device, machine: Device) -> lis
         "host_dram_bytes_per_second": dram,
         "workspace_bytes": float(max(context, 0)),
         "num_threads": float(torch.get_num_threads()),
+        **_disk(job),
     }
     return [{"batch": batch, **common, **compute} for batch, compute in _compute(job, device, machine)]
+
+
+def _disk(job: StepJob) -> dict[str, float]:
+    """The rate of the job's disk, and the host memory that homes may take before it is needed; nothing without one."""
+    folder = job.knobs.get("disk")
+    if folder is None:
+        return {}
+    rates = measure_disk(str(folder)).rates
+    budget = host_budget_bytes(job.knobs.get("host_budget", Config().host_budget), host_limit_bytes())
+    return {
+        "disk_bytes_per_second": max(rates.values(), default=0.0),
+        "host_budget_bytes": float(budget),
+    }
 
 
 def _best_seconds(run: Callable[[], Any], device: torch.device, *, calls: int = 1) -> float:

@@ -57,12 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     systems.add_argument(
         "--cap",
         metavar="SIZE",
-        help="device memory (default: 3b 12GiB, 7b 24GiB, else a quarter of the state)",
+        help="device memory (default: 3b 12GiB, 7b and 13b 24GiB, else a quarter of the state)",
     )
     systems.add_argument("--timeout", type=float, default=180.0, help="seconds a system (default: 180)")
     systems.add_argument("--ceilings", action="store_true", help="measure the machine only, no system")
     knobs = step.add_argument_group("knobs of pager.Config, handed on where named")
     knobs.add_argument("--host-budget", metavar="SIZE")
+    knobs.add_argument("--disk", metavar="FOLDER", help="a third tier; its speed is one of the ceilings then")
+    knobs.add_argument("--disk-budget", metavar="SIZE")
     knobs.add_argument("--update-at", choices=("step", "backward"))
     knobs.add_argument("--update-on", choices=("device", "auto", "cpu"))
     knobs.add_argument("--master", choices=("float32", "none"))
@@ -84,7 +86,7 @@ def make_job(arguments: argparse.Namespace, *, has_gpu: bool) -> StepJob:
     if arguments.cap is not None:
         cap = parse_size(arguments.cap, name="--cap")
     on_gpu = has_gpu and arguments.device != "cpu"
-    names = ("host_budget", "update_at", "update_on", "master")
+    names = ("host_budget", "disk", "disk_budget", "update_at", "update_on", "master")
     knobs: dict[str, Any] = {
         name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
     }

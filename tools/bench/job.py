@@ -26,7 +26,7 @@ DROPPED_SHARE = 1 / 3
 
 CEILINGS = "ceilings"
 
-CAPS: Mapping[str, int] = {"3b": 12 * 2**30, "7b": 24 * 2**30}
+CAPS: Mapping[str, int] = {"3b": 12 * 2**30, "7b": 24 * 2**30, "13b": 24 * 2**30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

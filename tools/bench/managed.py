@@ -68,6 +68,13 @@ class _Managed(System):
         statistics = self.handle.statistics()
         return Traffic(statistics.page_in_bytes, statistics.page_out_bytes, statistics.stall_seconds)
 
+    def close(self) -> None:
+        # Not the handle: that would bring the whole state into this process's memory, to be dropped.
+        runtime = self.handle._runtime
+        if runtime.disk is not None:
+            runtime.engine.transfers.stop()
+            runtime.disk.close()
+
     def facts(self) -> dict[str, Any]:
         plan = self.handle.plan
         return {

@@ -116,7 +116,8 @@ def _bound(
     try:
         return step_bound(
             num_parameters=job.num_parameters,
-            ceilings=StepCeilings(**{name: measured[name] for name in names}),
+            ceilings=StepCeilings(**{name: measured[name] for name in names if name in measured}),
+            host_bytes=measured.get("host_budget_bytes", math.inf),
             device_bytes=math.inf if row["cap_bytes"] is None else row["cap_bytes"],
             # On the simulated device the cap is for pages only.
             activation_bytes=measured["activation_bytes"] if job.device == "cuda" else 0.0,

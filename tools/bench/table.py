@@ -107,7 +107,8 @@ def format_ceilings(ceilings: Sequence[Mapping[str, float]]) -> str:
     c = ceilings[0]
     link = " / ".join(f"{c[f'link_{name}_bytes_per_second'] / 1e9:.1f}" for name in ("in", "out", "both"))
     lines = [
-        f"link {link} GB/s in / out / each way at once; host DRAM {c['host_dram_bytes_per_second'] / 1e9:.0f} GB/s",
+        f"link {link} GB/s in / out / each way at once; host DRAM {c['host_dram_bytes_per_second'] / 1e9:.0f} GB/s"
+        + (f"; disk {c['disk_bytes_per_second'] / 1e9:.2f} GB/s" if "disk_bytes_per_second" in c else ""),
         f"AdamW {c['cpu_update_parameters_per_second'] / 1e9:.2f} G parameters/s on the CPU (streaming "
         f"{c['cpu_update_streaming_parameters_per_second'] / 1e9:.2f}), "
         f"{c['device_update_parameters_per_second'] / 1e9:.1f} on the device",

@@ -285,6 +285,7 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 def test_the_named_workloads_have_their_caps() -> None:
     three, seven = make_job_of("--workload", "3b"), make_job_of("--workload", "7b", "--batch", "8")
+    assert make_job_of("--workload", "13b").cap_bytes == 24 * 2**30
     assert (three.cap_bytes, seven.cap_bytes) == (12 * 2**30, 24 * 2**30)
     assert (seven.sizes.hidden, seven.sizes.layers, seven.sizes.heads, seven.sizes.ffn) == (
         4096,
@@ -306,9 +307,14 @@ def test_only_the_knobs_that_were_named_are_handed_on() -> None:
     assert make_job_of().knobs == {}
     named = make_job_of("--update-at", "backward", "--update-on", "auto", "--master", "none")
     assert named.knobs == {"update_at": "backward", "update_on": "auto", "master": None}
-    assert make_job_of("--master", "float32", "--host-budget", "9GiB").knobs == {
+    named = make_job_of(
+        "--master", "float32", "--host-budget", "9GiB", "--disk", "/d", "--disk-budget", "1GiB"
+    )
+    assert named.knobs == {
         "master": "float32",
         "host_budget": "9GiB",
+        "disk": "/d",
+        "disk_budget": "1GiB",
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pager.device.base import make_device
-from pager.tools.bench import child
+from pager.tools.bench import ceilings, child
 from pager.tools.bench.child import MemorySampler
 from pager.tools.bench.job import BETAS, EPS, LR, WEIGHT_DECAY, StepJob
 from pager.tools.bench.managed import _Managed, make_managed
@@ -202,3 +202,11 @@ def test_the_sampler_sees_memory_that_was_touched() -> None:
     assert sampler.resident_bytes >= before + block.nbytes // 2
     assert sampler.allocator_bytes == 0
     assert not sampler.is_alive()
+
+
+def test_a_disk_is_a_ceiling_only_where_there_is_one(tmp_path: Path) -> None:
+    assert ceilings._disk(make_job()) == {}
+    found = ceilings._disk(make_job(knobs={"disk": str(tmp_path), "host_budget": "1GiB"}))
+    assert found["disk_bytes_per_second"] > 1e6
+    assert found["host_budget_bytes"] == 2**30
+    assert not list(tmp_path.iterdir())
