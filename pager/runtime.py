@@ -300,8 +300,9 @@ class Runtime:
             self._plan_update()
         if self.fitting is None and not self.device.is_simulated:
             self.residency.activation_bytes = self.planner.peak_activation_bytes or 0
-            bindings = self.paged.bindings.values()
-            slabs.fit_activations(self.boundary, self.planner, self.table, self.arena, self.budget, bindings)
+            slabs.fit_activations(
+                self.boundary, self.planner, self.table, self.arena, self.budget, lends=bool(self.in_backward)
+            )
         if self.optimizers:
             self._share_out()
 

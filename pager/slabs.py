@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pager.errors import BudgetError
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from pager.config import Config
     from pager.device_budget import DeviceBudget
     from pager.homes import Wanted
-    from pager.mmu.binding import Binding
     from pager.page_table import PageTable
     from pager.planning import Planner
     from pager.step_boundary import StepBoundary
@@ -56,18 +54,22 @@ def fit_activations(
     table: PageTable,
     arena: DeviceArena,
     budget: DeviceBudget,
-    parameters: Iterable[Binding],
+    *,
+    lends: bool,
 ) -> None:
-    """Now that activations are known: as many slabs as they leave room for, but no fewer than streaming takes."""
+    """Now that activations are known: as many slabs as they leave room for, but no fewer than streaming takes.
+    ``lends``: gradients wait for their updates while the backward goes on.
+    """
     activation_bytes = planner.peak_activation_bytes
     if activation_bytes is None:
         return
-    largest = max((binding.segment.num_bytes for binding in parameters), default=0)
+    largest = boundary.largest_parameter_bytes
     # Beside activations: a gradient on its way into its pages, the staged copies of a unit of the update, and
     # gradients that wait for theirs.
     beside = activation_bytes + 2 * largest + 4 * UNIT_BYTES
-    lent = lent_gradient_bytes(activation_bytes, budget.arena_bytes(beside))
-    target = budget.arena_bytes(beside + lent)
+    if lends:
+        beside += lent_gradient_bytes(activation_bytes, budget.arena_bytes(beside))
+    target = budget.arena_bytes(beside)
     need, _ = planner.largest_tick()
     streaming = max(need, _STREAMING_TENSORS * largest)
     boundary.fit_arena(target, least_bytes=_home_bytes(table, arena) + streaming)

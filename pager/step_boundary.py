@@ -202,6 +202,11 @@ class StepBoundary:
         elif self._may_grow and arena.capacity_bytes < self._engine.space.num_live_pages * arena.page_size:
             self.grow_arena(spare)
 
+    @property
+    def largest_parameter_bytes(self) -> int:
+        """Of the model's paged parameters."""
+        return max((binding.segment.num_bytes for binding in self._paged.bindings.values()), default=0)
+
     def fit_arena(self, target_bytes: int, *, least_bytes: int) -> None:
         """Have about ``target_bytes`` of slabs, by whole slabs and no less than ``least_bytes``."""
         arena = self._engine.arena

@@ -22,7 +22,13 @@ from pager.graph.simulate import SimulatedStep, simulate
 from pager.optim.adopted import UNIT_BYTES
 from pager.policies.placement import Home, PlacementError, place
 from pager.policies.protocol import make_eviction_policy
-from pager.policies.staying import belady, room_for_staying, share_arena, spread
+from pager.policies.staying import (
+    belady,
+    lent_gradient_bytes,
+    room_for_staying,
+    share_arena,
+    spread,
+)
 from pager.policies.update_split import LEAD, balanced_share, cpu_part
 from pager.tools.captured import CapturedModel
 from pager.tools.machine import Machine
@@ -159,7 +165,10 @@ def predict(
     }
     if state_bytes <= arena - arena // 16:
         return Prediction(**known, fits=True, reason=None, arena_bytes=state_bytes)
-    arena = max(budget.arena_bytes(captured.activation_bytes + 2 * largest + 4 * UNIT_BYTES), 0)
+    beside = captured.activation_bytes + 2 * largest + 4 * UNIT_BYTES
+    if wanted.update_at == "backward" and not wanted.simulated:
+        beside += lent_gradient_bytes(captured.activation_bytes, max(budget.arena_bytes(beside), 0))
+    arena = max(budget.arena_bytes(beside), 0)
     known["arena_bytes"] = arena
     least_slot = captured.page_size // step.size.gradient * (step.size.gradient + step.size.state)
     num_slots, slot_bytes = share_arena(

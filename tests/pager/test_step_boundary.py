@@ -237,3 +237,20 @@ def test_the_arena_is_fitted_by_whole_slabs_and_keeps_what_streaming_needs(train
     assert sizes == [2, 1, 1, 0, 0, 2]  # the first slab alone is never given back
     boundary._device = trained.runtime.device
     trained.step()
+
+
+def test_a_slab_is_worth_having_for_a_part_of_a_first_one(trained: Trained) -> None:
+    """Where two of the largest tensor have no room, what stays still has."""
+    trained.step()
+    arena = trained.runtime.arena
+    arena.budget_bytes = 2**30
+    boundary: Any = trained.runtime.boundary
+    largest = max(segment.num_pages for segment in trained.runtime.space.segments)
+    boundary._device, boundary._slab_frames = Gpu(), 4 * largest
+    first = arena.capacity_bytes
+    boundary.grow_arena((largest - 1) * arena.page_size)
+    assert arena.capacity_bytes == first
+    boundary.grow_arena(largest * arena.page_size)
+    assert arena.capacity_bytes == first + largest * arena.page_size
+    boundary._device = trained.runtime.device
+    trained.step()
