@@ -110,6 +110,14 @@ REAL = (
 )
 
 
+def options_of(real: Real) -> dict[str, Any]:
+    """What the builder takes: sizes that are the config's, not its own, go together."""
+    if real.name.split("_")[0] not in zoo.HUGGING_FACE:
+        return real.sizes
+    own = {key: value for key, value in real.sizes.items() if key in ("batch", "length", "dtype")}
+    return {**own, "sizes": {key: value for key, value in real.sizes.items() if key not in own}}
+
+
 def order_of_tiny(build: Callable[[], models.Case], share: float) -> str:
     """Two real steps of the tiny copy, in words."""
     run = train(build(), share=share)
@@ -123,7 +131,7 @@ def measure(real: Real) -> dict[str, Any]:
     """Capture one model at its real size on meta, and train its tiny copy."""
     build = zoo.ZOO[real.name]
     with torch.device("meta"):
-        case = build(**real.sizes)
+        case = build(**options_of(real))
     inputs = case.make_batch(0)
     paged = [p for p in case.model.parameters() if p.nbytes >= PAGE_BYTES]
     begin = time.perf_counter()
@@ -131,7 +139,7 @@ def measure(real: Real) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     tiny = build
     if real.name == "mixtral_loop":  # few tokens, so that not every expert has one
-        tiny = functools.partial(build, batch=1, length=3, num_local_experts=8)
+        tiny = functools.partial(build, batch=1, length=3, sizes={"num_local_experts": 8})
     return {
         "model": real.name,
         "title": real.title,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,8 +153,8 @@ def make_hugging_face(
     length: int = 16,
     dtype: torch.dtype = torch.float32,
     experts: str | None = None,
+    sizes: Mapping[str, Any] | None = None,
     seed: int = 0,
-    **sizes: Any,
 ) -> Case:
     """A model of HUGGING_FACE in training mode; ``sizes`` replace those of its tiny copy.
 
@@ -165,7 +165,7 @@ def make_hugging_face(
 
     torch.manual_seed(seed)
     recipe = HUGGING_FACE[name]
-    config = getattr(transformers, recipe.config)(**{**recipe.tiny, **sizes})
+    config = getattr(transformers, recipe.config)(**recipe.tiny | dict(sizes or {}))
     model: Any = getattr(transformers, recipe.model)(config).to(dtype).train()
     if experts is not None:
         model.set_experts_implementation(experts)

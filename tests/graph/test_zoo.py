@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import pager
 from pager.config import Checks
 from pager.graph.access_trace import AccessRow, AccessTrace, Phase
+from pager.graph.capture import capture
 from pager.planning import renumbered
 from tests import models, zoo
 from tests.equality.training import collect, same_bits, state_bytes
@@ -182,6 +183,23 @@ def test_a_mixture_in_single_precision_is_recorded() -> None:
     assert [(*row[:4], *row[5:]) for row in run.seen[0]] == [(*row[:4], *row[5:]) for row in half]
 
 
+def test_flops_of_experts_are_those_of_the_chosen_ones() -> None:
+    """Two of eight experts work as hard as two of four, and half as hard as four of eight."""
+    flops = {}
+    for num_experts, num_chosen in ((4, 2), (8, 2), (8, 4)):
+        make("mixtral")
+        sizes = {"num_local_experts": num_experts, "num_experts_per_tok": num_chosen}
+        case = zoo.make_hugging_face("mixtral", experts="grouped_mm", dtype=torch.bfloat16, sizes=sizes)
+        args, kwargs = case.make_batch(0)
+        found = capture(case.model, {p: i for i, p in enumerate(case.model.parameters())}, args, kwargs)
+        flops[num_experts, num_chosen] = found.flops.sum()
+    # 32 tokens, 2 layers; forward and twice as much in backward; gate, up and down of each expert are 128 x 64.
+    of_chosen = 3 * 2 * 32 * 2 * (3 * 128 * 64)
+    routing = 3 * 2 * 32 * 2 * 128
+    assert flops[8, 4] - flops[8, 2] == 2 * of_chosen
+    assert flops[8, 2] - flops[4, 2] == (8 - 4) * routing
+
+
 def visits_of(case: models.Case) -> list[list[int]]:
     """A list to which each forward adds how many experts each layer of the case's model ran."""
     counts: list[list[int]] = []
@@ -210,7 +228,9 @@ def test_a_loop_over_experts_differs_by_the_experts_that_have_tokens() -> None:
 
     def build() -> models.Case:
         make("mixtral_loop")
-        return zoo.make_hugging_face("mixtral", experts="eager", batch=1, length=3, num_local_experts=8)
+        return zoo.make_hugging_face(
+            "mixtral", experts="eager", batch=1, length=3, sizes={"num_local_experts": 8}
+        )
 
     case = build()
     counts = visits_of(case)
