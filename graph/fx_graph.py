@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pager.graph.capture import is_view, num_bytes, step_loss, undisturbed
 from pager.graph.flops import flops_of
 from pager.graph.twin import empty_twin, make_twin
+from pager.graph.wrong_inputs import quiet_fake_tensors
 
 
 def joint_graph(
@@ -45,7 +46,7 @@ def joint_graph(
 
     inputs = (tuple(args), dict(kwargs or {}))
     try:
-        with undisturbed(), torch.inference_mode(False), torch.enable_grad():
+        with undisturbed(), quiet_fake_tensors(), torch.inference_mode(False), torch.enable_grad():
             twin, twin_args, twin_kwargs, _ = make_twin(model, {}, inputs, fake, fake, ())
             parameters = dict(twin.named_parameters())
             buffers = dict(twin.named_buffers())
