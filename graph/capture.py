@@ -43,9 +43,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from pager.graph.access import ACCESS_DTYPE, AccessRecorder, Traced, TracedParameter, hooks_beneath
+from pager.graph.flops import flops_of
 from pager.graph.fused_attention import fused_attention_on_meta
 from pager.graph.twin import REAL_LIMIT_BYTES, empty_on_meta, empty_twin, make_twin, meta_twin
 from pager.graph.wrong_inputs import (
@@ -169,8 +169,7 @@ class StepMeter(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = flop_registry.get(func._overloadpacket)
-        flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+        flops = flops_of(func._overloadpacket, args, kwargs, result)
         outputs = tree_leaves(result)
         moved = 0 if is_view(func) else num_bytes(outputs) + num_bytes(tree_leaves((args, kwargs)))
         if self.flops:

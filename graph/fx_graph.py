@@ -19,10 +19,11 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from pager.graph.capture import is_view, num_bytes, step_loss, undisturbed
+from pager.graph.flops import flops_of
 from pager.graph.twin import empty_twin, make_twin
+from pager.graph.wrong_inputs import quiet_fake_tensors
 
 
 def joint_graph(
@@ -45,7 +46,7 @@ def joint_graph(
 
     inputs = (tuple(args), dict(kwargs or {}))
     try:
-        with undisturbed(), torch.inference_mode(False), torch.enable_grad():
+        with undisturbed(), quiet_fake_tensors(), torch.inference_mode(False), torch.enable_grad():
             twin, twin_args, twin_kwargs, _ = make_twin(model, {}, inputs, fake, fake, ())
             parameters = dict(twin.named_parameters())
             buffers = dict(twin.named_buffers())
@@ -77,10 +78,8 @@ def _value(node: Any) -> Any:
 
 
 def _flops(node: Node) -> float:
-    formula = flop_registry.get(getattr(node.target, "_overloadpacket", None))
-    if formula is None:
-        return 0.0
-    return float(formula(*_value(node.args), **_value(node.kwargs), out_val=node.meta["val"]))
+    packet = getattr(node.target, "_overloadpacket", None)
+    return flops_of(packet, _value(node.args), _value(node.kwargs), node.meta.get("val"))
 
 
 def to_networkx(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 import networkx as nx
 import pytest
@@ -134,3 +135,22 @@ def test_what_cannot_be_traced_says_why() -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(RuntimeError, match="nothing in the output has a gradient"):
         joint_graph(frozen, (torch.randn(2, 4),))
+
+
+def test_an_operation_that_fails_is_not_logged_by_torch(caplog: pytest.LogCaptureFixture) -> None:
+    class Mismatched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) @ x
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)  # torch's own do not hand on to the root
+    try:
+        with pytest.raises(RuntimeError, match="Mismatched cannot be traced as one graph: "):
+            joint_graph(Mismatched(), (torch.randn(2, 4),))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -43,6 +43,21 @@ def failed(error: Exception) -> ForwardFailed:
             ],
             None,
         ),
+        # Stand-ins for kernels of a GPU, which the CPU's do not agree with.
+        (
+            [
+                failed(RuntimeError("Expected inputs of BF16 type")),
+                failed(RuntimeError("Expected inputs of BF16 type")),
+            ],
+            None,
+        ),
+        (
+            [
+                failed(RuntimeError("got torch.float32, not Long")),
+                failed(RuntimeError("got torch.float32, not Long")),
+            ],
+            "RuntimeError: got torch.float32, not Long",
+        ),
         ([failed(OSError("no file")), failed(OSError("no file"))], None),
         ([NotOnThisRung("autocast")], None),
         ([], None),
