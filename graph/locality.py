@@ -86,7 +86,8 @@ def replayed_miss_ratios(
     in pass the capacity; all of these are used before the atom's next use, so LRU has lost it by then too. Where all
     atoms have one size no policy misses less from an empty cache on. Where they differ the optimum is NP-hard and
     Belady a heuristic: the farthest next use may belong to a large atom where a small one would have been room enough,
-    and CLOCK may miss less. Steps of Belady and CLOCK need not be alike; the second stands for them all.
+    and CLOCK may miss less. CLOCK may also miss more in more memory (Belady's anomaly). Steps of Belady and CLOCK need
+    not be alike; the second stands for them all.
 
     float64 of the shape of ``capacities``; 1.0 for a trace without accesses. A size takes time O(n log n) where the
     policy has a ``victim_queue`` (Belady, CLOCK, LRU), else one ranking of all residents per miss. Raises ValueError
@@ -104,7 +105,9 @@ def replayed_miss_ratios(
     string = _String(accesses.atom.tolist(), following.tolist(), np.asarray(atom_bytes, dtype=np.int64))
     run = _replay_queue if _has_queue(policy) else _replay_asking
     total = int(string.atom_bytes[accesses.atom].sum())
-    missed = [run(string, int(size), copy.deepcopy(policy)) for size in sizes.reshape(-1).tolist()]
+    # More than everything is no better than everything, and may be infinite.
+    whole = np.minimum(sizes, int(string.atom_bytes.sum())).reshape(-1)
+    missed = [run(string, int(size), copy.deepcopy(policy)) for size in whole.tolist()]
     hit = total - np.array(missed, dtype=np.int64).reshape(sizes.shape)
     ratios: FloatArray = 1.0 - hit / max(total, 1)
     return ratios

@@ -219,6 +219,7 @@ def test_sizes_are_bytes(ratios: Any) -> None:
             ratios(accesses, sizes, wrong, *more)
     assert ratios(make_accesses([]), np.array([], dtype=np.int64), [5], *more).tolist() == [1.0]
     assert ratios(accesses, sizes, [], *more).tolist() == []
+    assert ratios(accesses, sizes, [5.9, 6.0, float("inf")], *more).tolist()[1:] == [0.0, 0.0]
 
 
 def test_a_policy_is_left_as_it_was_and_a_changed_ranking_is_asked() -> None:
@@ -293,6 +294,18 @@ def test_a_window_of_a_step_touches_all_and_reaches_around_its_end() -> None:
     assert working_set(trace, atom, sizes, distances, ticks=2).bytes.tolist() == [60, 60, 10]
     whole = working_set(trace, atom, sizes, distances, ticks=10**12)
     assert (whole.bytes.tolist(), whole.max_bytes, whole.mean_bytes) == ([60, 60, 60], 60, 60.0)
+
+
+def test_ticks_without_a_length_belong_to_windows_too() -> None:
+    """As the update's, whose seconds a captured plan does not know."""
+    trace = AccessTrace.from_rows(
+        [AccessRow(tick, tick, 0, 1, False, Phase.FORWARD) for tick in range(3)], seconds=[1.0, 0.0, 0.0]
+    )
+    accesses, sizes = make_accesses([0, 1, 2]), np.array([1, 10, 100])
+    distances = reuse_distances(trace, accesses, sizes)
+    assert working_set(trace, accesses, sizes, distances, seconds=1.0).bytes.tolist() == [111] * 3
+    half = working_set(trace, accesses, sizes, distances, seconds=0.5)
+    assert (half.bytes.tolist(), half.mean_bytes) == ([1, 111, 101], 1.0)
 
 
 @pytest.mark.parametrize(
