@@ -16,13 +16,21 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pager.graph import plan_view
-from pager.graph.access_trace import SEGMENT_KINDS, TIER_NAMES, AccessTrace, IntArray, Phase, SegmentSpec
+from pager.graph import locality, plan_view
+from pager.graph.access_trace import (
+    SEGMENT_KINDS,
+    TIER_NAMES,
+    AccessTrace,
+    FloatArray,
+    IntArray,
+    Phase,
+    SegmentSpec,
+)
 from pager.graph.cost_model import StepTraffic, SupportsEviction, largest_tick_bytes, simulate_step
 from pager.graph.reuse_distance import (
     NEVER,
@@ -165,6 +173,46 @@ class Plan:
         for name, values in columns.items():
             rows[name] = np.repeat(values.astype(PAGE_DTYPE[name]), counts)
         return rows
+
+    def miss_ratio_curve(self, policy: SupportsEviction | Literal["lru"], sizes: npt.ArrayLike) -> FloatArray:
+        """Bytes missed by bytes accessed in a device memory of each of ``sizes`` (bytes), in the steady state.
+
+        As if nothing were wired: everything that the step accesses goes through a cache of that size. "lru": exactly,
+        from the reuse distances, for all sizes at once. A policy object (``pager.policies.protocol``: for example
+        ``make_eviction_policy("belady")``), which stays as it is: by carrying the second of two steps out with it, page
+        by page, atoms as keys. Returns float64 of the shape of ``sizes``. ValueError for negative sizes, another name
+        than "lru", or while there is no trace; TypeError for what is no policy object. ``pager.graph.locality`` says
+        what is exact and what is optimal.
+        """
+        accesses, atom_bytes = self._accesses(), self.atoms.num_pages * self.page_size
+        if not isinstance(policy, str):
+            return locality.replayed_miss_ratios(accesses, atom_bytes, sizes, policy)
+        if policy != "lru":
+            raise ValueError(
+                f"only 'lru' follows from the distances alone; instead of {policy!r} pass a policy object: "
+                f"pager.policies.protocol.make_eviction_policy({policy!r})"
+            )
+        return locality.lru_miss_ratios(accesses, atom_bytes, sizes)
+
+    def working_set(self, *, ticks: int | None = None, seconds: float | None = None) -> locality.WorkingSet:
+        """The distinct bytes that windows of so many ``ticks``, or ``seconds``, of the cyclic step touch.
+
+        Give one of the two. The result has the maximum, the mean and, per tick, the bytes of the window that begins
+        with it. ValueError for both or none, lengths that are not positive, seconds where the trace has no times, or
+        while there is no trace; TypeError for a fraction of a tick.
+        """
+        accesses = self._accesses()
+        assert self.trace is not None
+        assert self.access_distances is not None
+        atom_bytes = self.atoms.num_pages * self.page_size
+        return locality.working_set(
+            self.trace, accesses, atom_bytes, self.access_distances, ticks=ticks, seconds=seconds
+        )
+
+    def _accesses(self) -> AtomAccesses:
+        if self.accesses is None:
+            raise ValueError(f"this plan has no trace yet: {self.way}")
+        return self.accesses
 
     @property
     def kind_codes(self) -> npt.NDArray[np.uint8]:

@@ -16,6 +16,8 @@ nothing has to be remembered here, the caller's ``next_use`` is the whole policy
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from pager.policies.protocol import IntArray
@@ -39,3 +41,27 @@ class Belady:
         """``candidates`` by falling ``next_use`` (ticks), then by falling key."""
         candidates = np.asarray(candidates, dtype=np.int64)
         return candidates[np.lexsort((-candidates, -np.asarray(next_use, dtype=np.int64)))]
+
+    def victim_queue(self, num_keys: int) -> FarthestFirst:
+        """The same order for a replay that sees every access: see ``protocol.VictimQueue``."""
+        return FarthestFirst(num_keys)
+
+
+class FarthestFirst:
+    """The order of ``Belady`` kept up to date: a heap by next use.
+
+    An entry of a past use names a next use that has come by now, so it lies below the entries of all that is
+    there and never reaches the top before them.
+    """
+
+    def __init__(self, num_keys: int) -> None:
+        self._num_keys = num_keys
+        self._heap: list[int] = []
+
+    def use(self, key: int, next_use: int) -> None:
+        """``key`` is there and was used; it is used again at ``next_use``."""
+        heapq.heappush(self._heap, -(next_use * self._num_keys + key))
+
+    def pop(self) -> int:
+        """The key to go first, which goes."""
+        return -heapq.heappop(self._heap) % self._num_keys

@@ -13,6 +13,8 @@ place. Ranking moves nothing; ``record_evict`` replays what the hand must have p
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
@@ -67,3 +69,33 @@ class Clock:
         """``candidates`` in the order in which the hand would take them if nothing were used meanwhile."""
         candidates = np.asarray(candidates, dtype=np.int64)
         return candidates[np.lexsort((candidates, self._place[candidates], self._referenced[candidates]))]
+
+    def victim_queue(self, num_keys: int) -> SecondChance:
+        """The same order for a replay that sees every access: see ``protocol.VictimQueue``."""
+        return SecondChance(num_keys)
+
+
+class SecondChance:
+    """The order of ``Clock`` kept up to date: the circle itself, cut open at the hand."""
+
+    def __init__(self, num_keys: int) -> None:
+        self._circle: deque[int] = deque()
+        self._present = [False] * num_keys
+        self._referenced = [False] * num_keys
+
+    def use(self, key: int, next_use: int) -> None:
+        """``key`` is there and was used; one that is new enters behind the hand."""
+        if not self._present[key]:
+            self._present[key] = True
+            self._circle.append(key)
+        self._referenced[key] = True
+
+    def pop(self) -> int:
+        """The key to go first, which goes: the hand turns until it meets a clear bit."""
+        while True:
+            key = self._circle.popleft()
+            if not self._referenced[key]:
+                self._present[key] = False
+                return key
+            self._referenced[key] = False
+            self._circle.append(key)

@@ -15,6 +15,8 @@ Positions in the cyclic trace start again with every step, so recency is counted
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 
 from pager.policies.protocol import IntArray
@@ -48,3 +50,23 @@ class Lru:
         """``candidates`` by rising time of last use."""
         candidates = np.asarray(candidates, dtype=np.int64)
         return candidates[np.lexsort((candidates, self._last_use[candidates]))]
+
+    def victim_queue(self, num_keys: int) -> OldestFirst:
+        """The same order for a replay that sees every access: see ``protocol.VictimQueue``."""
+        return OldestFirst()
+
+
+class OldestFirst:
+    """The order of ``Lru`` kept up to date: a list by last use."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, key: int, next_use: int) -> None:
+        """``key`` is there and is now the most recently used."""
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+
+    def pop(self) -> int:
+        """The key to go first, which goes."""
+        return self._keys.popitem(last=False)[0]

@@ -52,6 +52,21 @@ class EvictionPolicy(Protocol):
         """
 
 
+class VictimQueue(Protocol):
+    """A ranking of what is resident that is kept up to date from use to use, instead of made anew for each miss.
+
+    A policy may offer one by a method ``victim_queue(num_keys)``, which gives a new, empty queue; a replay of a step
+    at many sizes then takes time O(n log n) each. It must take the keys in just the order in which the policy's
+    ``eviction_order`` would rank them. A subclass that changes the ranking and not the queue is asked for its ranking.
+    """
+
+    def use(self, key: int, next_use: int) -> None:
+        """``key`` is resident (new or not) and was used; ``next_use``: the absolute position of its next use."""
+
+    def pop(self) -> int:
+        """The resident key to go first; it has left with this."""
+
+
 def make_eviction_policy(spec: str | EvictionPolicy) -> EvictionPolicy:
     """The policy named ``"belady"``, ``"lru"`` or ``"clock"``, new; or ``spec`` itself where it is a policy.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pager.tools.plan_options import (
     add_shared_options,
     capture_from,
+    columns_of,
     default_budget,
     is_small,
     parse_budget,
@@ -166,7 +167,7 @@ def _text(
     ]
     totals = [sum(table[kind][where] for kind in KINDS) for where in ("plain", "device", "host", "disk")]
     cells.append(("all", *map(_size, totals)))
-    lines += _table(cells)
+    lines += columns_of(cells)
     lines += ["", "by device budget"]
     cells = [("budget", "seconds a step", "tokens/s", "of the bound", "waits", "disk a day", "")]
     for row in rows:
@@ -187,30 +188,17 @@ def _text(
                 kind,
             )
         )
-    lines += _table(cells)
+    lines += columns_of(cells)
     hide = tokens_to_hide(shown, step)
     if hide:
         lines += ["", f"tokens a step that would hide ({step.tokens:,} now)"]
-        lines += _table([(engine, f"{tokens:,}") for engine, tokens in hide.items()])
+        lines += columns_of([(engine, f"{tokens:,}") for engine, tokens in hide.items()])
     lines += ["", verdict_of(shown, step).text]
     return lines
 
 
 def _size(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns under each other: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if not column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def as_dict(

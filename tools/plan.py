@@ -2,8 +2,8 @@
 a machine, simulated.
 
 The model is built on meta and captured, no weights and no GPU are needed. Prints a table per segment, the predicted
-step and a verdict. With --out: plan.html (one page that needs nothing else), plan.png, plan.json and trace.json, which
-opens in ui.perfetto.dev.
+step, miss ratios by device memory and policy, working sets, and a verdict. With --out: plan.html (one page that needs
+nothing else), plan.png, plan.json and trace.json, which opens in ui.perfetto.dev.
 
     pager plan 7b --device-budget 24GiB --update-at backward --update-on auto --out plan7b
     pager plan path/to/config.json --batch 4 --json"""
@@ -33,6 +33,7 @@ from pager.units import format_bytes
 if TYPE_CHECKING:
     from pager.graph.plan import Plan
     from pager.tools.captured import CapturedModel
+    from pager.tools.plan_locality import Locality
     from pager.tools.prediction import Prediction
 
 __all__ = ["add_arguments", "make_plan_of", "run"]
@@ -107,6 +108,7 @@ def _homes(captured: CapturedModel, prediction: Prediction) -> list[int]:
 
 def run(arguments: argparse.Namespace) -> int:
     """``pager plan``; 0 if the step can be run within the budget, else 1."""
+    from pager.tools.plan_locality import locality_of
     from pager.tools.prediction import predict
     from pager.tools.verdict import verdict_of
 
@@ -125,16 +127,21 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = verdict_of(prediction, captured.step)
     plan = make_plan_of(captured, prediction)
     figures = figures_of(captured, prediction, machine.name)
+    _say("carrying the step out at other sizes ...")
+    locality = locality_of(plan, prediction.arena_bytes or budget, fine=folder is not None)
     if folder is not None:
         _say(f"writing to {folder} ...")
-        _write(folder, plan, captured, prediction, verdict.text, figures, arguments.pages)
+        _write(folder, plan, captured, prediction, verdict.text, figures, locality, arguments.pages)
     if arguments.json:
-        print(json.dumps(plain(as_dict(captured, prediction, verdict.kind, verdict.text))))
+        found = as_dict(captured, prediction, verdict.kind, verdict.text) | locality.as_dict()
+        print(json.dumps(plain(found)))
     else:
         print(plan)
         print()
         width = max(len(name) for name, _ in figures)
         print("\n".join(f"{name:<{width}}  {value}" for name, value in figures))
+        for heading, lines in locality.sections():
+            print("\n".join(("", heading, *lines)))
         print(f"\n{verdict.text}")
     return 0 if prediction.fits or prediction.step is not None else 1
 
@@ -231,6 +238,7 @@ def _write(
     prediction: Prediction,
     verdict: str,
     figures: list[tuple[str, str]],
+    locality: Locality,
     pages: str | None,
 ) -> None:
     from pager.graph.chrome_trace import write_chrome_trace
@@ -238,9 +246,16 @@ def _write(
     from pager.tools.plan_page import render_page
 
     picture = io.BytesIO()
-    draw_plan(picture, plan, captured, prediction)
+    draw_plan(picture, plan, captured, prediction, locality)
     title = f"{captured.name} within {format_bytes(prediction.wanted.budget_bytes)}"
-    page = render_page(title=title, verdict=verdict, figures=figures, table=str(plan), png=picture.getvalue())
+    page = render_page(
+        title=title,
+        verdict=verdict,
+        figures=figures,
+        sections=locality.sections(),
+        table=str(plan),
+        png=picture.getvalue(),
+    )
     try:
         (folder / "plan.png").write_bytes(picture.getvalue())
         (folder / "plan.html").write_text(page, encoding="utf-8")

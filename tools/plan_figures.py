@@ -1,4 +1,6 @@
-"""Pictures of a plan: the page map, the waveform, the distances, and what the engines did. Needs matplotlib."""
+"""Pictures of a plan: the page map, the waveform, what the engines did, distances, miss ratios and working sets. Needs
+matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from pager.graph.arena_walk import Placement
     from pager.graph.plan import Plan
     from pager.tools.captured import CapturedModel
+    from pager.tools.plan_locality import Locality
     from pager.tools.prediction import Prediction
 
 __all__ = ["draw_plan", "page_map"]
@@ -73,7 +76,13 @@ def page_map(
 
 
 def draw_plan(
-    file: Path | IO[bytes], plan: Plan, captured: CapturedModel, prediction: Prediction, *, dpi: int = 110
+    file: Path | IO[bytes],
+    plan: Plan,
+    captured: CapturedModel,
+    prediction: Prediction,
+    locality: Locality,
+    *,
+    dpi: int = 110,
 ) -> None:
     """Draw the plan as a PNG into ``file``. InputError where matplotlib is missing."""
     try:
@@ -85,20 +94,21 @@ def draw_plan(
             "for the table alone"
         ) from error
     result = prediction.step
-    num_panels = 1 if result is None else 4
-    figure = Figure(figsize=(11, 3.4 * num_panels + 1), layout="constrained")
+    simulated = result is not None and prediction.placement is not None
+    rows: list[Any] = [["map", "map"], ["waveform", "waveform"], ["engines", "engines"]] if simulated else []
+    rows += [["distances", "ratios"], ["windows", "windows"]]
+    heights = [4, 2.4, 1.6, 2, 1.6][-len(rows) :]
+    figure = Figure(figsize=(11, 1.36 * sum(heights) + 1), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{captured.name}: plan of one step", x=0.01, ha="left", fontsize=12)
+    axes = figure.subplot_mosaic(rows, height_ratios=heights)
     if result is not None and prediction.placement is not None:
-        map_axes, wave_axes, engine_axes, distance_axes = figure.subplots(
-            4, 1, height_ratios=(4, 2.4, 1.6, 2)
-        )
-        _draw_map(map_axes, captured, prediction.placement, result)
-        _draw_waveform(wave_axes, prediction, result)
-        _draw_engines(engine_axes, result)
-    else:
-        distance_axes = figure.subplots(1, 1)
-    _draw_distances(distance_axes, plan)
+        _draw_map(axes["map"], captured, prediction.placement, result)
+        _draw_waveform(axes["waveform"], prediction, result)
+        _draw_engines(axes["engines"], result)
+    _draw_distances(axes["distances"], plan)
+    _draw_ratios(axes["ratios"], plan, locality)
+    _draw_windows(axes["windows"], locality)
     figure.savefig(file, dpi=dpi, format="png")
 
 
@@ -168,11 +178,49 @@ def _draw_engines(axes: Any, step: SimulatedStep) -> None:
 
 def _draw_distances(axes: Any, plan: Plan) -> None:
     distance, num_bytes, _ = page_weighted_distances(plan)
-    scale = 2**30 if int(distance.max(initial=0)) >= 2**30 else 2**20
-    unit = "GiB" if scale == 2**30 else "MiB"
+    scale, unit = _unit(int(distance.max(initial=0)))
     axes.hist(distance / scale, bins=64, weights=num_bytes / scale, color="#4d4d4d")
     axes.set(
         title="reuse distance of the accessed bytes",
         xlabel=f"distinct {unit} touched in between",
         ylabel=f"{unit} accessed",
     )
+
+
+def _draw_ratios(axes: Any, plan: Plan, locality: Locality) -> None:
+    scale, unit = _unit(locality.state_bytes)
+    every = np.linspace(0, locality.state_bytes, 257)
+    axes.plot(every / scale, plan.miss_ratio_curve("lru", every), color="#b2182b", label="lru")
+    for name, colour in (("clock", "#f4a582"), ("belady", "#2166ac")):
+        # Nothing hits in no memory, under any policy.
+        sizes, ratios = np.append(0, locality.sizes), np.append(1.0, locality.ratios[name])
+        axes.plot(sizes / scale, ratios, color=colour, marker=".", label=name)
+    axes.axvline(locality.arena_bytes / scale, color="#2166ac", linestyle="--", linewidth=1, label="arena")
+    axes.set(
+        title="miss ratio by device memory",
+        xlabel=unit,
+        ylabel="bytes missed by accessed",
+        xlim=(0, None),
+        ylim=(0, 1.02),
+    )
+    axes.legend(loc="lower left", fontsize=8)
+
+
+def _draw_windows(axes: Any, locality: Locality) -> None:
+    scale, unit = _unit(max(found.max_bytes for _, _, found in locality.windows))
+    for (share, _, found), colour in zip(locality.windows, ("#2166ac", "#92c5de"), strict=True):
+        axes.step(
+            np.arange(len(found.bytes)),
+            found.bytes / scale,
+            where="post",
+            color=colour,
+            label=f"{share:.0%} of the step",
+        )
+    axes.set(title="working set", xlabel="tick at which the window begins", ylabel=unit, ylim=(0, None))
+    axes.margins(x=0)
+    axes.legend(loc="upper left", fontsize=8)
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    """GiB where it reaches one, else MiB."""
+    return (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 __all__ = [
     "add_shared_options",
     "capture_from",
+    "columns_of",
     "default_budget",
     "make_folder",
     "parse_budget",
+    "plain",
     "wanted_from",
 ]
 
@@ -178,3 +180,16 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
     return None if isinstance(value, float) and value in (float("inf"), float("-inf")) else value
+
+
+def columns_of(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns under each other: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from html import escape
 
 __all__ = ["render_page"]
@@ -18,9 +19,16 @@ pre { overflow-x: auto; font-size: 12px; line-height: 1.35; background: #f7f7f7;
 
 
 def render_page(
-    *, title: str, verdict: str, figures: list[tuple[str, str]], table: str, png: bytes | None
+    *,
+    title: str,
+    verdict: str,
+    figures: list[tuple[str, str]],
+    table: str,
+    png: bytes | None,
+    sections: Sequence[tuple[str, list[str]]] = (),
 ) -> str:
-    """The page. ``figures``: rows of name and value; ``table``: the plan as text; ``png``: its picture, if any.
+    """The page. ``figures``: rows of name and value; ``table``: the plan as text; ``png``: its picture, if any;
+    ``sections``: heading and lines of further tables.
 
     All text is escaped: names of modules are the user's.
     """
@@ -29,9 +37,13 @@ def render_page(
     if png is not None:
         data = base64.b64encode(png).decode("ascii")
         picture = (
-            '<h2>Pages, memory and engines over one step</h2>\n<img id="map" alt="page map, waveform, engines and '
-            f'reuse distances of one step" src="data:image/png;base64,{data}">'
+            '<h2>Pages, memory and engines over one step</h2>\n<img id="map" alt="page map, waveform, engines, '
+            f'reuse distances, miss ratios and working sets of one step" src="data:image/png;base64,{data}">'
         )
+    further = "\n".join(
+        f"<h2>{escape(heading[:1].upper() + heading[1:])}</h2>\n<pre>{escape(chr(10).join(lines))}</pre>"
+        for heading, lines in sections
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -49,6 +61,7 @@ def render_page(
 {rows}
 </table>
 {picture}
+{further}
 <h2>Segments</h2>
 <pre>{escape(table)}</pre>
 </body>

@@ -231,6 +231,39 @@ def test_seconds_handed_in_replace_those_of_the_trace() -> None:
     assert plan.pages(8, 9)["next_use_seconds"].tolist() == [2.0]
 
 
+def test_curves_and_working_sets_of_a_plan() -> None:
+    plan = make_example()
+    assert plan.accesses is not None
+    total = plan.num_pages * PAGE
+    sizes = np.array([[0, total // 4], [total // 2, total]])
+    by_distance = plan.miss_ratio_curve("lru", sizes)
+    assert by_distance.shape == (2, 2)
+    assert plan.miss_ratio_curve(Lru(), sizes).tolist() == by_distance.tolist()
+    best = plan.miss_ratio_curve(Belady(), sizes)
+    assert best.tolist()[0][0] == by_distance.tolist()[0][0] == 1.0
+    assert best.tolist()[1][1] == by_distance.tolist()[1][1] == 0.0
+    assert np.all(best[:, 1:] <= by_distance[:, 1:])
+    assert best[1, 0] < by_distance[1, 0]
+    # A forward tick takes the two pages of a parameter; the whole step takes everything.
+    assert plan.working_set(ticks=1).bytes.tolist()[:4] == [2 * PAGE] * 4
+    assert plan.working_set(seconds=1e-3).bytes.tolist() == plan.working_set(ticks=1).bytes.tolist()
+    assert plan.working_set(ticks=16).max_bytes == plan.working_set(seconds=1.0).max_bytes == total
+
+
+def test_what_a_curve_cannot_be_made_of() -> None:
+    plan = make_example()
+    with pytest.raises(ValueError, match=r"only 'lru' .*make_eviction_policy\('belady'\)"):
+        plan.miss_ratio_curve("belady", [1])  # type: ignore[arg-type]
+    for wrong in (Lru, None):
+        with pytest.raises(TypeError, match="is no eviction policy: an object with the methods resize"):
+            plan.miss_ratio_curve(wrong, [1])  # type: ignore[arg-type]
+    waiting = make_plan(make_segments([1]), None, page_size=PAGE)
+    with pytest.raises(ValueError, match="no trace yet: waiting for the first batch"):
+        waiting.miss_ratio_curve("lru", [1])
+    with pytest.raises(ValueError, match="no trace yet: waiting for the first batch"):
+        waiting.working_set(ticks=1)
+
+
 def test_csv_and_json_hold_every_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_view, "CHUNK_PAGES", 3)  # so that an atom of four pages takes two chunks
     segments, trace = make_training_step(2)

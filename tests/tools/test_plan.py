@@ -21,7 +21,9 @@ from pager.tools.captured import capture_model
 from pager.tools.estimate import memory_of
 from pager.tools.machine import Machine
 from pager.tools.model_source import load_model
+from pager.tools.plan import make_plan_of
 from pager.tools.plan_figures import DEVICE, HOST, NOWHERE, page_map
+from pager.tools.plan_locality import locality_of
 from pager.tools.plan_page import render_page
 from pager.tools.prediction import Prediction, Wanted, predict
 from pager.tools.verdict import tokens_to_hide, verdict_of
@@ -52,6 +54,9 @@ def test_plan_prints_the_table_the_figures_and_a_verdict(capsys: pytest.CaptureF
         "Far beyond 18.93 MiB",
     ):
         assert text in out
+    assert re.search(r"^  1/2 of the state +40.00 MiB +28.8% +64.6% +62.3%$", out, re.MULTILINE)
+    assert re.search(r"^  all of the state +80.00 MiB +0.0% +0.0% +0.0%$", out, re.MULTILINE)
+    assert re.search(r"^  10% of the step, 21 ticks +\S+ MiB +\S+ MiB$", out, re.MULTILINE)
 
 
 def test_plan_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +67,17 @@ def test_plan_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["step"]["seconds"] >= 2.5
     assert found["verdict"] == "just over"
     assert found["num_segments"] == 4 * (6 * 7 + 2)
+    ratios, windows = found["miss_ratio"], found["working_set"]
+    assert set(ratios["share_of_state"]) == {0.125, 0.25, 0.5, 0.75, 1.0, None}
+    arena = ratios["device_bytes"][ratios["share_of_state"].index(None)]
+    assert arena == found["arena_bytes"]
+    assert ratios["device_bytes"] == sorted(ratios["device_bytes"])
+    for name in ("belady", "clock", "lru"):
+        assert (len(ratios[name]), ratios[name][-1]) == (6, 0.0)
+    assert all(best <= other for best, other in zip(ratios["belady"], ratios["lru"], strict=True))
+    assert windows["ticks"] == [2, 21]  # of 207, the update's among them
+    assert windows["max_bytes"][0] < windows["max_bytes"][1]
+    assert all(mean <= most for mean, most in zip(windows["mean_bytes"], windows["max_bytes"], strict=True))
 
 
 class Page(HTMLParser):
@@ -108,14 +124,38 @@ def test_plan_writes_a_page_that_needs_nothing_else(
     assert png == (folder / "plan.png").read_bytes()
     assert colours_in(png) > 20
     assert "Far beyond" in text
+    assert "<h2>Miss ratio by device memory" in text
+    assert "all of the state" in text
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     plan = json.loads((folder / "plan.json").read_text())
     assert len((folder / "pages.csv").read_text().splitlines()) == plan["num_pages"] + 1
 
 
+def test_a_picture_without_a_step_shows_what_there_is(tmp_path: Path) -> None:
+    """Everything fits, so nothing is simulated; distances, curves and working sets are there all the same."""
+    assert run("plan", "tiny", "--device-budget", "40GiB", "--out", str(tmp_path)) == 0
+    with Image.open(tmp_path / "plan.png") as picture:
+        width, height = picture.size
+    assert height < width
+    assert colours_in((tmp_path / "plan.png").read_bytes()) > 20
+
+
+def test_curves_of_a_picture_hold_the_rows_of_the_table() -> None:
+    plan = make_plan_of(captured("7b", 1), of_7b())
+    few, many = (locality_of(plan, 10 * GIB, fine=fine) for fine in (False, True))
+    assert (len(few.sizes), len(many.sizes)) == (6, 17)
+    assert few.as_dict() == many.as_dict()
+    assert few.sections() == many.sections()
+
+
 def test_names_of_the_user_are_escaped_in_the_page() -> None:
     page = render_page(
-        title="<b>", verdict="a & b", figures=[("<x>", "<script>alert(1)</script>")], table="<i>", png=None
+        title="<b>",
+        verdict="a & b",
+        figures=[("<x>", "<script>alert(1)</script>")],
+        sections=[("<b>", ["<script>"])],
+        table="<i>",
+        png=None,
     )
     assert "<script" not in page
     assert "<b>" not in page
