@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,10 +98,27 @@ def find_leaked_threads(before: set[threading.Thread]) -> list[str]:
     for thread in _new_threads(before):
         if _is_torchs(thread):
             continue
-        thread.join(max(0.0, deadline - time.monotonic()))
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.2)
+            # A thread at work holds what it works on, and so perhaps the very object whose end ends it: what was no
+            # garbage a moment ago may be now.
+            gc.collect()
         if thread.is_alive():
             leaked.append(thread.name)
     return leaked
+
+
+def _where(names: list[str]) -> str:
+    """What the threads are at, innermost call last."""
+    frames = sys._current_frames()
+    return "; ".join(
+        f"{thread.name}: "
+        + " > ".join(f"{entry.name}:{entry.lineno}" for entry in traceback.extract_stack(frame))
+        for thread in threading.enumerate()
+        if thread.name in names
+        and thread.ident is not None
+        and (frame := frames.get(thread.ident)) is not None
+    )
 
 
 def find_leaked_descriptors(before: dict[str, str]) -> dict[str, str]:
@@ -134,7 +152,9 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()  # a handle dropped without close() ends its thread when it is collected
     leaked_threads = find_leaked_threads(threads)
     leaked_descriptors = find_leaked_descriptors(descriptors)
-    assert not leaked_threads, f"threads still running after the test: {leaked_threads}"
+    assert not leaked_threads, (
+        f"threads still running after the test: {leaked_threads}; {_where(leaked_threads)}"
+    )
     assert not leaked_descriptors, f"files still open after the test: {leaked_descriptors}"
 
 

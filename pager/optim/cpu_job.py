@@ -130,7 +130,7 @@ class Job:
         run = self._run
         try:
             if error is None:
-                self._owner.count(self._began, self._binding.segment.num_elements)
+                self._owner.rates.count(self._began, self._binding.segment.num_elements)
                 if run is not None:
                     self._send(run)
         except BaseException as failure:
@@ -173,7 +173,7 @@ class Job:
                     self._engine.discard(binding.gradient.segment)
             seconds = time.perf_counter() - began
             self._engine.counters.add(stall_seconds=seconds)
-            self._owner.was_waited_for(seconds)
+            self._owner.rates.was_waited_for(seconds)
 
     def is_released(self, binding: Binding) -> bool:
         """Whether the user dropped the gradient after the step. One that backward used up nobody could see."""

@@ -23,8 +23,6 @@ The arithmetic is torch's, but not its vector code: see the tolerance in `pager.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +32,13 @@ from pager.interrupts import whole
 from pager.optim.adamw_cpu import AdamValues
 from pager.optim.cpu_job import MOMENTS, CpuUnit, Job
 from pager.optim.cpu_pool import UpdatePool, default_num_threads
+from pager.optim.cpu_rates import CpuRates
 from pager.optim.deferred import is_viewed
 from pager.optim.masters import LOW
 from pager.page_table import Home
 from pager.policies.update_split import (
     Diffusion,
     balanced_share,
-    less_share,
     num_slices,
     num_threads_beside_link,
     rate_beside_link,
@@ -55,9 +53,6 @@ if TYPE_CHECKING:
     from pager.optim.torn import Torn
 
 _LINK_BYTES = 64 * 2**20
-# In the first steps the kernel is compiled and its pages are touched for the first time: what they were late by says
-# nothing of the others.
-_WARM_UP_STEPS = 4
 # An assignment serves until the share has changed by this part of itself.
 _STEADY_SHARE = 0.1
 
@@ -76,27 +71,11 @@ class CpuUpdates:
         # What the assignment was made for.
         self._assigned_share = 0.0
         self._assigned_order: list[Binding] = []
-        self._num_assignments = 0
-        self._pool: UpdatePool | None = None
-        # When the last step ended, and how long after it the first gradient came.
-        self._step_ended = 0.0
-        self._rest_seconds = 0.0
-        # How long the training stood still for the CPU, and by how much its share is less for it.
-        self._late_seconds = 0.0
-        self._less = 0.0
-        self._lock = threading.Lock()
-        self.assigned: set[Binding] = set()
         self._num_assigned_elements = 0
-        self._busy_seconds = 0.0
-        self._last_done = 0.0
-        self._num_elements = 0
-        self._rate = 0.0
-        # The same while the link rests, where that is known to be so: since when, and what was done meanwhile.
-        self._rest_began: float | None = None
-        self._knows_rest = False
-        self._alone_seconds = 0.0
-        self._num_alone_elements = 0
-        self._rate_alone = 0.0
+        self.assigned: set[Binding] = set()
+        self._pool: UpdatePool | None = None
+        self.rates = CpuRates()
+        # What the link leaves of host memory, in elements per second.
         self._rate_beside = 0.0
         self._link_bytes_per_second: float | None = None
 
@@ -118,7 +97,7 @@ class CpuUpdates:
         those first that are used last.
         """
         total = sum(binding.segment.num_elements for binding, *_ in order)
-        self._look_back(total)
+        self.rates.end_step(total)
         entries = [
             (binding, adopted, adopted.optimizer.param_groups[index]) for binding, adopted, index in order
         ]
@@ -126,7 +105,7 @@ class CpuUpdates:
             self.assigned.clear()
             return
         self._share = self._find_share(order, total) if self._fixed_share is None else self._fixed_share
-        self._num_assignments += 1
+        self.rates.num_steps += 1
         if self._is_as_assigned(entries):
             return
         self.assigned.clear()
@@ -172,11 +151,12 @@ class CpuUpdates:
                 streamed += count
                 state_bytes += sum(state.segment.num_bytes for state in states)
             sent_bytes += binding.segment.num_bytes
-        beside = alone = self._rate
-        if self._rate_alone:
+        rates = self.rates
+        beside = alone = rates.per_second
+        if rates.alone_per_second:
             # States and weight are read and written, the gradient read; gradient and weight cross the link besides.
             element_bytes = 2 * state_bytes / max(streamed, 1) + 5 * sent_bytes / total
-            alone = self._rate_alone
+            alone = rates.alone_per_second
             beside = self._rate_beside = rate_beside_link(
                 alone, element_bytes=element_bytes, link_bytes_per_second=self._link_bytes_per_second
             )
@@ -187,48 +167,21 @@ class CpuUpdates:
             link_bytes_per_second=self._link_bytes_per_second,
             elements_per_second=beside,
             alone_per_second=alone,
-            rest_seconds=self._rest_seconds / total,
+            rest_seconds=rates.rest_seconds / total,
         )
-        return max(share - self._less, 0.0)
-
-    def _look_back(self, total: int) -> None:
-        """The CPU's rate in the step that ends, and whether it was late."""
-        self._step_ended = time.perf_counter()
-        with self._lock:
-            if self._busy_seconds:
-                self._rate = self._num_elements / self._busy_seconds
-            self._busy_seconds, self._num_elements = 0.0, 0
-            if self._alone_seconds:
-                rate = self._num_alone_elements / self._alone_seconds
-                self._rate_alone = (rate + (self._rate_alone or rate)) / 2
-            self._alone_seconds, self._num_alone_elements = 0.0, 0
-        if self._num_assignments >= _WARM_UP_STEPS:
-            self._less = less_share(
-                self._less,
-                late_seconds=self._late_seconds,
-                elements_per_second=self._rate,
-                num_elements=total,
-            )
-        self._late_seconds = 0.0
+        return max(share - rates.less, 0.0)
 
     def first_gradient(self) -> None:
-        """The first gradient of a step is here: until now the link had nothing to do."""
-        with self._lock:
-            self._rest_began = None
-        self._rest_seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
+        """The first gradient of a step is here: the link has something to do from now on."""
+        self.rates.first_gradient()
         if self._pool is not None:
             self._pool.limit(self._num_threads_beside_link(self._pool))
 
     def link_rests(self) -> None:
         """The backward is over: until its next gradient host memory is the CPU's alone."""
-        with self._lock:
-            self._knows_rest, self._rest_began = True, time.perf_counter()
+        self.rates.link_rests()
         if self._pool is not None:
             self._pool.limit(self._pool.num_threads)
-
-    def was_waited_for(self, seconds: float) -> None:
-        """Somebody needed a parameter that the CPU had not updated yet."""
-        self._late_seconds += seconds
 
     def _can_update(self, binding: Binding, adopted: AdoptedOptimizer, group: Mapping[str, Any]) -> bool:
         """Whether the update of a parameter is one that the CPU's kernel does, on homes in host memory."""
@@ -391,21 +344,12 @@ class CpuUpdates:
     def _num_threads_beside_link(self, pool: UpdatePool) -> int:
         if self._fixed_share is not None:
             return pool.num_threads  # nothing to speak of streams beside it
-        if not self._knows_rest:
+        if not self.rates.knows_rest:
             return num_threads_beside_link(pool.num_threads)
         # Until it is known what the CPU does alone it is held back, so that something is left to measure by.
-        return num_threads_beside_link(pool.num_threads, self._rate_beside / (self._rate_alone or 1.0))
-
-    def count(self, began: float, num_elements: int) -> None:
-        """An update that could begin at ``began`` (seconds) is done: for the rate."""
-        now = time.perf_counter()
-        with self._lock:
-            self._busy_seconds += now - max(began, self._last_done)
-            if self._rest_began is not None:
-                self._alone_seconds += now - max(began, self._last_done, self._rest_began)
-                self._num_alone_elements += num_elements
-            self._last_done = now
-            self._num_elements += num_elements
+        return num_threads_beside_link(
+            pool.num_threads, self._rate_beside / (self.rates.alone_per_second or 1.0)
+        )
 
     def failed(self, binding: Binding, error: BaseException) -> None:
         """An update ended in an exception: the parameter may be half a step ahead."""

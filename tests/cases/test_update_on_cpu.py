@@ -620,7 +620,7 @@ def test_all_threads_update_while_the_link_rests_and_few_beside_it(monkeypatch: 
             optimizer.zero_grad()
     handle.close()
     check_close(model, plain)
-    assert updates._rate_alone > 0
+    assert updates.rates.alone_per_second > 0
     made, *later = limits
     # Made in the first backward that has something for it; then both in turn.
     assert made == 1
