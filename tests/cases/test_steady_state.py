@@ -96,6 +96,10 @@ class Counts:
 
         patch.setattr(owner, name, counted)
 
+    def num_copies_on(self, *streams: str) -> int:
+        """Of pages, and of slots."""
+        return sum(self.num_copies[stream] for stream in streams)
+
     def begin(self) -> None:
         """Count from now on."""
         for counter in (self.reserved, self.waits, self.verbs, self.num_copies, self.copies):
@@ -208,7 +212,7 @@ def test_nothing_is_reserved_and_nobody_waits(mode: str, daemon: str, counts: Co
         assert reserved == {}
         # The update's threads wait for gradients: that is what they are there for, and the training does not.
         assert [name for name in waits if not name.startswith("pager-update")] == []
-        assert counts.num_copies["h2d"] > 0
+        assert counts.num_copies_on("h2d", "slots in") > 0
         check_whole_copies(counts, trained.runtime)
 
 
@@ -236,7 +240,7 @@ def step_work(trained: Training, counts: Counts) -> StepWork:
             trained.train(1)
         finally:
             sys.setprofile(None)
-        copies = counts.num_copies["h2d"], counts.num_copies["d2h"]
+        copies = counts.num_copies_on("h2d", "slots in"), counts.num_copies_on("d2h", "slots out")
         found.append((calls["call"] + calls["c_call"], sum(counts.verbs.values()), *copies))
     return StepWork(*map(min, zip(*found, strict=True)))
 
