@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,11 @@ class Statistics:
         values = {f"pager/{name}": float(value) for name, value in dataclasses.asdict(self).items()}
         values["pager/hit_rate"] = self.hit_rate
         return values
+
+    def log_to(self, writer: Any, step: int) -> None:
+        """Write all of :meth:`as_dict` to a TensorBoard ``SummaryWriter`` (or whatever has its ``add_scalar``)."""
+        for name, value in self.as_dict().items():
+            writer.add_scalar(name, value, step)
 
 
 class Counters:

@@ -26,6 +26,7 @@ from pager.paging import PagedModel
 from pager.planning import Planner
 from pager.policies.prefetch import auto_distance
 from pager.policies.protocol import make_eviction_policy
+from pager.spans import span
 from pager.units import format_bytes
 
 logger = logging.getLogger("pager.step_boundary")
@@ -121,6 +122,10 @@ class StepBoundary:
 
     def cross(self) -> None:
         """A step is over."""
+        with span("step boundary"):
+            self._cross()
+
+    def _cross(self) -> None:
         counters = self._engine.counters
         counters.add(num_steps=1)
         if self._paged.fits:

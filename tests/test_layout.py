@@ -46,6 +46,7 @@ LAYERS = (
         "core_limit",
         "interrupts",
         "exiting",
+        "spans",
     ),
     ("address_space", "page_table"),
     ("tiers", "device"),

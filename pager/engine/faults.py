@@ -23,6 +23,7 @@ from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import BudgetError, PagerInternalError
 from pager.interrupts import uninterrupted
 from pager.page_table import Home, PageState
+from pager.spans import span
 from pager.tiers.device_arena import merge_fence
 from pager.units import ceil_div, format_bytes
 
@@ -73,7 +74,8 @@ class Faults(Leases):
                 counted = True
                 with self.lock:
                     self._count_fault(segment, overwrite)
-            run = self._page_in(segment, first, num_pages, overwrite=overwrite, sooner_than=None)
+            with span("fault"):
+                run = self._page_in(segment, first, num_pages, overwrite=overwrite, sooner_than=None)
             if run is not None:
                 break
         try:
@@ -161,7 +163,8 @@ class Faults(Leases):
     def prefetch(self, segment: Segment, first: int, num_pages: int, *, ticks_ahead: int) -> bool:
         """Start paging in, if that evicts nothing needed sooner. False if there is no such room."""
         try:
-            self._page_in(segment, first, num_pages, overwrite=False, sooner_than=ticks_ahead)
+            with span("prefetch"):
+                self._page_in(segment, first, num_pages, overwrite=False, sooner_than=ticks_ahead)
         except NoRoom:
             return False
         return True

@@ -27,6 +27,7 @@ import numpy as np
 
 from pager.errors import ConfigError
 from pager.page_table import PageState
+from pager.spans import span
 
 if TYPE_CHECKING:
     from pager.device.base import Stream
@@ -108,7 +109,8 @@ class Reclaimer:
 
         ``stalls``: it is not pagerd that waits, so waiting counts as a stall of the training.
         """
-        self.write_back(runs, stalls=stalls)
+        with span("evict"):
+            self.write_back(runs, stalls=stalls)
         engine = self._engine
         gone = True
         with engine.lock:

@@ -22,6 +22,7 @@ from pager.optim.master import join, split
 from pager.optim.masters import LOW
 from pager.optim.schedule import note_accesses, unit_ranges
 from pager.page_table import Home
+from pager.spans import span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -144,7 +145,8 @@ class StreamedUnit:
             staged = staging.take(self, ranges) if ranges else []
             if staged is None:
                 self._keys, self._stages_gradient, staged = [], False, []
-            self._run(update, staged)
+            with span("update"):
+                self._run(update, staged)
             done = True
         finally:
             if not done:

@@ -18,6 +18,7 @@ from pager.mmu.clipping import Scale, scaled, scaled_copy
 from pager.optim.master import join, split
 from pager.optim.masters import LOW
 from pager.optim.schedule import Slice, note_accesses, unit_ranges
+from pager.spans import span
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -209,7 +210,8 @@ class PagedUnit:
                 for lease, run, (segment, *_) in zip(leases, runs, ranges, strict=True)
             ]
             if self.staged is None:
-                self.staged = self._compute(update, views)
+                with span("update"):
+                    self.staged = self._compute(update, views)
             update.committed = True
             self._commit(update, runs, views, dict(zip(states, range(2, len(runs)), strict=True)))
         finally:

@@ -106,3 +106,16 @@ def test_the_history_keeps_the_latest_samples(monkeypatch: pytest.MonkeyPatch) -
     times = [seconds for seconds, _ in history]
     assert times == sorted(times)
     assert times[0] >= 0
+
+
+def test_all_of_it_goes_to_a_summary_writer() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: dict[str, tuple[float, int]] = {}
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.scalars[name] = (value, step)
+
+    writer, statistics = Writer(), Statistics(hits=3)
+    statistics.log_to(writer, 7)
+    assert writer.scalars == {name: (value, 7) for name, value in statistics.as_dict().items()}
