@@ -14,6 +14,7 @@ A home on disk goes through the ring, in the background (`pager.engine.disk_tran
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -67,7 +68,9 @@ class Transfers:
         self._arena = arena
         self._host = host
         self._counters = counters
-        # Of each segment, by stream.
+        # Of each segment, the last event of each stream. Other threads read them without a lock: a fence that stands
+        # here is replaced, never changed.
+        self._lock = threading.Lock()
         self._home_written: dict[int, Fence] = {}
         self._home_read: dict[int, Fence] = {}
         self._sent: deque[tuple[Event, torch.Tensor]] = deque()
@@ -164,10 +167,14 @@ class Transfers:
         ready = stream.record()
         for run in runs:
             run.ready = ready
-            self._note_read(run, ready)
+            self._note(self._home_read, run.segment, ready)
 
-    def _note_read(self, run: Run, event: Event) -> None:
-        merge_fence(self._home_read.setdefault(run.segment.index, {}), {event.stream.index: event})
+    def _note(self, events: dict[int, Fence], segment: Segment, event: Event) -> None:
+        """One more access to a home. What another thread noted meanwhile, of other pages on another stream, stays."""
+        with self._lock:
+            fence = dict(events.get(segment.index, {}))
+            merge_fence(fence, {event.stream.index: event})
+            events[segment.index] = fence
 
     # -- device -> home ----------------------------------------------------------------------------
 
@@ -211,7 +218,7 @@ class Transfers:
                 self._disk.page_out(run, home_frame, stalls=stalls, must=must)
         event = stream.record()
         for run in at_home:
-            self._home_written[run.segment.index] = {event.stream.index: event}
+            self._note(self._home_written, run.segment, event)
         self._counters.add(page_out_bytes=num_bytes)
         return event
 
@@ -258,7 +265,7 @@ class Transfers:
         d2h.copy(target, raw, reads=None, writes=writes)
         self._counters.add(page_out_bytes=segment.num_bytes)
         event = d2h.record()
-        self._home_written[segment.index] = {event.stream.index: event}
+        self._note(self._home_written, segment, event)
         self._sent.append((event, source))
 
     def forget_sent(self) -> None:
@@ -280,7 +287,7 @@ class Transfers:
         h2d.copy(target, source, reads=reads, writes=writes)
         self._counters.add(page_in_bytes=run.num_bytes)
         event = h2d.record()
-        self._note_read(run, event)
+        self._note(self._home_read, run.segment, event)
         return event
 
     def read_disk_home(self, segment: Segment) -> torch.Tensor:

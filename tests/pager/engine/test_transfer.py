@@ -13,6 +13,7 @@ import torch
 
 from pager.device.simulated import SimulatedStream
 from pager.engine.run import Run
+from pager.engine.staging import Range
 from pager.errors import CorruptPage, TierIOError
 from pager.page_table import Home, PageState
 from pager.tiers.adaptors import Fault
@@ -186,4 +187,47 @@ def test_a_new_value_does_not_wait_for_an_old_one_that_failed(tmp_path: Path) ->
     rig.store(0, values[0])
     rig.transfers.settle()
     np.testing.assert_array_equal(rig.home_value(0), values[0])
+    rig.close()
+
+
+def test_two_threads_that_write_parts_of_a_home_on_two_streams_are_both_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slot sends the first page home just while the second one is written back: each on its own stream."""
+    rig, values = make_filled([2 * PAGE], arena_frames=3, poison=False)
+    staging, unit, segment = rig.engine.staging, object(), rig.segments[0]
+    assert staging.reserve(1, 1) == 1
+    new = ~values[0]
+    _, lease = rig.lease(0, overwrite=True, pages=(1, 1))
+    lease.copy_(torch.from_numpy(new[PAGE:]))
+    del lease
+    copy = rig.device.d2h.copy
+
+    def meanwhile(*args: Any, **kwargs: Any) -> None:
+        copy(*args, **kwargs)
+        monkeypatch.undo()
+        runs = staging.take(unit, [Range(segment, 0, 1)])
+        assert runs is not None
+        staging.bytes_of(runs[0]).copy_(torch.from_numpy(new[:PAGE]))
+        staging.write_back(unit, runs)
+
+    monkeypatch.setattr(rig.device.d2h, "copy", meanwhile)
+    rig.evict(0)
+    np.testing.assert_array_equal(rig.read(0), new)
+    rig.close()
+
+
+def test_what_is_known_of_a_homes_copies_does_not_change_under_who_reads_it() -> None:
+    """Another thread may be walking over it."""
+    rig, _ = make_filled([PAGE], arena_frames=2)
+    staging, unit, segment = rig.engine.staging, object(), rig.segments[0]
+    assert staging.reserve(1, 1) == 1
+    rig.read(0)
+    rig.evict(0)
+    before = rig.transfers._home_read[segment.index]
+    seen = dict(before)
+    assert staging.fetch(unit, [Range(segment, 0, 1)])
+    assert before == seen
+    assert len(rig.transfers._home_read[segment.index]) == 2
+    staging.give_back(unit)
     rig.close()
