@@ -300,6 +300,8 @@ class BackwardUpdates:
         """Mark the model as torn if a backward stopped half way."""
         self._forget_before_load()
         if self._open - {torch._C._current_graph_task_id()}:
+            with self._lock:
+                self._stream.join()  # whoever looks now sees each update that was begun
             self._torn.mark("An exception ended a backward in which parameters were updated.")
             self._open.clear()
 

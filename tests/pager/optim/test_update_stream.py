@@ -18,6 +18,29 @@ from pager.residency import Residency
 BYTES = 4096
 
 
+def make_managed() -> tuple[Any, Any]:
+    """Eight layers whose states stream, and the handle; ``model.optimizer`` steps them."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
+    object.__setattr__(model, "optimizer", torch.optim.AdamW(model.parameters()))
+    pager.manage(
+        model,
+        model.optimizer,
+        device="cpu",
+        page_size="16KiB",
+        device_budget="480KiB",
+        update_at="backward",
+        checks=Checks(streams="late", happens_before=True, poison=True, daemon="inline"),
+    )
+    return model, model.pager
+
+
+def train(model: Any, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+
+
 class Lender:
     """A stream for updates on a device whose compute is over only when somebody has waited for it."""
 
@@ -93,6 +116,31 @@ def test_a_wait_beside_stops_nobody() -> None:
     assert device.drain_stall_seconds() > 0
 
 
+def test_who_looks_after_a_backward_that_broke_comes_after_its_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The callback at the end of a backward, which would have joined, is not called."""
+    monkeypatch.setattr(Residency, "lent_bytes", lambda self: 2**20)
+    model, handle = make_managed()
+    x = torch.randn(2, 96)
+    for _ in range(2):
+        train(model, x)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    next(iter(model.parameters())).register_hook(fail)
+    # None of them is over before somebody has waited for it.
+    monkeypatch.setattr(SimulatedEvent, "_query", lambda event: False)
+    with pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()
+    stream = handle._runtime.in_backward._stream
+    assert stream.num_bytes
+    model.state_dict()
+    assert not stream.num_bytes
+    handle.close()
+
+
 @pytest.mark.parametrize("holds_view", [False, True])
 def test_a_parameter_that_somebody_has_a_view_of_is_updated_on_the_compute_stream(
     holds_view: bool, monkeypatch: pytest.MonkeyPatch
@@ -107,35 +155,18 @@ def test_a_parameter_that_somebody_has_a_view_of_is_updated_on_the_compute_strea
         return lend(self, gradient, others)
 
     monkeypatch.setattr(UpdateStream, "lend", note_and_lend)
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    checks = Checks(streams="late", happens_before=True, poison=True, daemon="inline")
-    pager.manage(
-        model,
-        optimizer,
-        device="cpu",
-        page_size="16KiB",
-        device_budget="480KiB",
-        update_at="backward",
-        checks=checks,
-    )
+    model, handle = make_managed()
     x = torch.randn(2, 96)
     for _ in range(2):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, x)
     before = len(lent)
     assert before
     weight = next(model.parameters())
     with torch.no_grad():
         view = weight.view(-1) if holds_view else None
-    model(x).sum().backward()
-    optimizer.step()
+    train(model, x)
     assert len(lent) - before == (7 if holds_view else 8)
     if view is not None:
         assert torch.equal(view, weight.flatten())
     del view
-    handle = model.pager
-    assert isinstance(handle, pager.Handle)
     handle.close()
