@@ -29,7 +29,7 @@ from pager.policies.staying import (
     share_arena,
     spread,
 )
-from pager.policies.update_split import LEAD, balanced_share, cpu_part
+from pager.policies.update_split import LEAD, WAITING_SHARE, balanced_share, cpu_part
 from pager.tools.captured import CapturedModel
 from pager.tools.machine import Machine
 from pager.units import format_bytes
@@ -250,6 +250,7 @@ def _simulate(
             link_bytes_per_second=rates.link_both_bytes_per_second,
             elements_per_second=parameters_per_second,
             rest_seconds=rest_seconds / step.num_parameters,
+            waiting_share=WAITING_SHARE if wanted.update_at == "backward" else 1.0,
         )
         if abs(share - last_share) < _SAME_SHARE:
             break
