@@ -107,8 +107,7 @@ class Engine(Faults):
         self.drain()
         with self.lock:
             self._note_writes(self._runs[segment.index])
-            states = self.table.state[segment.first_page : segment.last_page]
-            return bool(np.isin(states, (PageState.DIRTY, PageState.LEAVING)).any())
+            return self.table.is_dirty(segment.first_page, segment.last_page)
 
     @whole
     def evict_segments(self, segments: Sequence[Segment]) -> None:

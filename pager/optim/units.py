@@ -55,6 +55,11 @@ class Progress:
     new_scalars: dict[str, Any] | None = None
     scale: Scale | None = None
 
+    def look_again(self, adopted: AdoptedOptimizer) -> None:
+        """Another step: what of the states there is to be fetched."""
+        self.is_fresh = not adopted.optimizer.state.get(self.binding.tensor, {})
+        self.low_is_valid = adopted.masters.are_valid(self.binding)
+
     def keep_scalars(self, adopted: AdoptedOptimizer, *, copied: bool = True) -> None:
         """Remember the state's values that are not paged. ``copied``: they may change before the units have run."""
         paged = adopted.paged_states(self.binding)
