@@ -154,6 +154,13 @@ def test_the_disk_can_be_part_of_it(verify: Run, tmp_path: Path) -> None:
     assert found["disk_write_bytes"] > 0
 
 
+def test_the_disk_can_be_compressed(verify: Run, tmp_path: Path) -> None:
+    options = ("--host-budget", "1", "--disk-budget", "64MiB", "--disk-compression", "zstd")
+    code, found = verify("make", "--disk", str(tmp_path), *options)
+    assert code == 0
+    assert found["disk_saved_bytes"] > 0, "AdamW's states begin as zeros"
+
+
 def test_a_disk_without_effect_says_so(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +236,8 @@ def test_a_model_that_differs_from_itself_is_not_blamed_on_pager(verify: Run) ->
         ("make", ["--device", "tpu"], "device is 'tpu'"),
         ("make", ["--device-budget", "much"], "much"),
         ("make", ["--device-budget", "1MiB", "--no-paging"], "contradict each other"),
+        ("make", ["--disk-compression", "zstd"], "disk_compression is set but disk is None"),
+        ("make", ["--disk", "/tmp", "--disk-compression", "0"], "disk_compression is 0; expected"),
         ("make", ["--disk", "/nowhere"], "--disk /nowhere: there is no such folder"),
     ],
 )
