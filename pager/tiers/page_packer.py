@@ -42,9 +42,9 @@ _HEADER = struct.Struct(f"<{1 + NUM_PLANES}I")
 LEAST_SAVED = 8
 # The planes by what can be told from them. Where the upper byte of a float is as random as the others nothing shrinks.
 _ORDER = (3, 1, 2, 0)
-# A plane of exponents is a skewed mixture without repetitions: all that helps is the entropy coding. The matches that are
-# found by chance cost time, and bytes; with a table this small level 1 finds few, is twice as fast, and packs 2 % more
-# (docs/benchmarks.md). Higher levels look for matches as they do, and find them only in what repeats.
+# A plane of exponents is a skewed mixture without repetitions: all that helps is the entropy coding. Matches that are
+# found by chance cost time, and bytes; with a table this small level 1 finds few, is twice as fast, and packs such a
+# plane by a twentieth more (docs/benchmarks.md). Higher levels look for matches as they always do.
 _MIN_MATCH = 7
 _FAST_HASH_LOG = 6
 _FAST_LEVELS = (1, 2)

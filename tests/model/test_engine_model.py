@@ -128,7 +128,7 @@ class EngineModel(RuleBasedStateMachine):
 
     def value(self, index: int, seed: int) -> Bytes:
         """Random bytes for a segment; of each half a byte where the disk is to have something to compress."""
-        return make_values(SEGMENTS[index][0], seed) & (0x0F if self.packs else 0xFF)
+        return make_values(SEGMENTS[index][0], seed) & np.uint8(0x0F if self.packs else 0xFF)
 
     def holds(self, index: int) -> bool:
         """Whether a lease of the segment's present value is alive."""
