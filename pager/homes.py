@@ -251,17 +251,13 @@ class Homes:
             if self._planned.get((w.kind, w.name)) == Home.DISK
         )
 
-    def open_disk(self, config: Config, budget_bytes: int) -> DiskFile | None:
-        """Open the third tier, without a frame yet, where there is a folder for it. Raises ConfigError."""
+    def open_disk(self, config: Config, budget: int) -> DiskFile | None:
+        """Open the third tier of so many bytes, without a frame yet, if there is a folder for it. Raises ConfigError."""
         if config.disk is not None:
             try:
+                checks, level = config.checks.happens_before, config.compression_level
                 self._disk = DiskFile(
-                    config.disk,
-                    self._page_size,
-                    0,
-                    checksum=config.checks.happens_before,
-                    compression=config.compression_level,
-                    budget_bytes=budget_bytes,
+                    config.disk, self._page_size, 0, checksum=checks, compression=level, budget_bytes=budget
                 )
             except TierIOError as error:
                 why = str(error.strerror).removeprefix("disk: ")
