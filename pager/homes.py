@@ -252,7 +252,7 @@ class Homes:
         )
 
     def open_disk(self, config: Config, budget: int) -> DiskFile | None:
-        """Open the third tier of so many bytes, without a frame yet, if there is a folder for it. Raises ConfigError."""
+        """Open the third tier of so many bytes, without a frame yet, if it has a folder. Raises ConfigError."""
         if config.disk is not None:
             try:
                 checks, level = config.checks.happens_before, config.compression_level

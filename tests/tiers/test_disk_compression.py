@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -229,6 +230,22 @@ def test_it_grows_and_forgets_what_was_freed(tmp_path: Path) -> None:
     file.free(first, 2)
     out = torch.zeros(PAGE, dtype=torch.uint8)
     assert file.read(file.allocate(2), out) == PAGE, "nothing is known of a frame that was freed"
+    file.close()
+
+
+def test_memory_does_not_grow(tmp_path: Path) -> None:
+    page, num_frames = 128 * 2**10, 8
+    file = DiskFile(tmp_path, page, num_frames, compression=1)
+    first = file.allocate(num_frames)
+    data = [make_numbers(num_frames * page, seed) for seed in range(4)]
+    out = torch.zeros_like(data[0])
+    taken = []
+    for turn in range(120):
+        file.write(first, data[turn % 4])
+        file.read(first, out)
+        taken.append(psutil.Process().memory_info().rss)
+    assert torch.equal(out, data[119 % 4])
+    assert taken[-1] - taken[40] < 2**20
     file.close()
 
 
