@@ -300,6 +300,36 @@ class Transfers:
         assert self._disk is not None
         self._disk.write_home(segment, int(self._table.home_frame[segment.first_page]), source)
 
+    # -- homes that move ---------------------------------------------------------------------------
+
+    def write_to_disk(self, segments: Sequence[Segment], frames: Sequence[int]) -> None:
+        """Write the values of homes in host memory to frames of the disk, and wait for it; copies to and from the homes
+        are over then. Raises TierError: what the frames hold is undefined then, and the homes are as they were.
+        """
+        assert self._disk is not None
+        homes = [self.home_bytes(segment, write=True) for segment in segments]
+        self._disk.write_all(
+            [(frame, home) for frame, home in zip(frames, homes, strict=True) if home is not None]
+        )
+
+    def read_from_disk(self, segments: Sequence[Segment], frames: Sequence[int]) -> None:
+        """Read the values of homes on disk into frames of host memory that nobody uses. Raises TierError."""
+        assert self._disk is not None
+        for segment, frame in zip(segments, frames, strict=True):
+            self._device.host_touch(Region("host", frame, frame + segment.num_pages), write=True)
+            home_frame = int(self._table.home_frame[segment.first_page])
+            self._disk.read_home(segment, home_frame, self._host.view(frame, segment.num_bytes))
+
+    def forget_disk(self, frame: int, num_frames: int) -> None:
+        """Nothing is read or written for these frames of the disk any more: they are about to be others'."""
+        assert self._disk is not None
+        self._disk.forget(frame, num_frames)
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Host memory that is not taken yet, and will be with the first byte to or from a disk."""
+        return 0 if self._disk is None else self._disk.bytes_to_come
+
     def forget(self, segment: Segment) -> None:
         """Drop the events of a segment that is no more, after they have passed, and what the disk is to do for it."""
         for events in (self._home_written, self._home_read):
@@ -309,7 +339,7 @@ class Transfers:
         home_frame = int(self._table.home_frame[segment.first_page])
         if int(self._table.home[segment.first_page]) == Home.DISK and home_frame >= 0:
             assert self._disk is not None
-            self._disk.forget(segment, home_frame)
+            self._disk.forget(home_frame, segment.num_pages)
 
     # -- the disk's background ---------------------------------------------------------------------
 
