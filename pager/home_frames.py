@@ -86,6 +86,11 @@ class HomeFrames:
         return self._host.untouched_bytes
 
     @property
+    def spare_host_bytes(self) -> int:
+        """Bytes of host memory that are reserved and no home is in."""
+        return self._host.reserved_bytes - self._host.used_bytes
+
+    @property
     def host_room_bytes(self) -> int:
         """Bytes of host memory that homes may take still."""
         return max(self._host.budget_bytes - self._host.used_bytes, 0)

@@ -93,9 +93,7 @@ class Runtime:
     def _build(
         self, parameters: Parameters, optimizers: Sequence[Optimizer], undo: contextlib.ExitStack
     ) -> None:
-        """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail on the
-        way.
-        """
+        """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail."""
         config = self.config
         page_size = config.page_bytes
         refusal = self._probe(parameters, optimizers)
@@ -170,6 +168,8 @@ class Runtime:
             pagerd=self.pagerd,
             planner=self.planner,
             paged=self.paged,
+            mmu=self.mmu,
+            homes=self.homes,
             host_cap=self.host_cap,
             slab_frames=slab_frames,
         )
@@ -208,9 +208,7 @@ class Runtime:
         return None
 
     def _take_in(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
-        """The model's and the optimizers' tensors go into pages. On failure they are as before, where they
-        were.
-        """
+        """The model's and the optimizers' tensors go into pages. On failure they are as before, where they were."""
         places = [
             (name, tensor.device)
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
@@ -397,6 +395,7 @@ class Runtime:
             self.on_cpu.end_step(known for known in self.optimizers if known.alive)
         if self.fitting is not None:
             self.counters.sample_resident(self.fitting.num_bytes)
+        self.boundary.move_homes()
         self.config = self.boundary.config
 
     # -- questions ---------------------------------------------------------------------------------

@@ -21,7 +21,10 @@ from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import ConfigError
 from pager.graph.access_trace import AccessTrace, Phase
+from pager.home_moves import HomeMoves
+from pager.homes import Homes
 from pager.host_cap import HostCap
+from pager.mmu.mmu import Mmu
 from pager.paging import PagedModel
 from pager.planning import Planner
 from pager.policies.prefetch import auto_distance
@@ -79,11 +82,15 @@ class StepBoundary:
         pagerd: Pagerd,
         planner: Planner,
         paged: PagedModel,
+        mmu: Mmu,
+        homes: Homes,
         host_cap: HostCap,
         slab_frames: int,
     ) -> None:
         self.config = config
         self.host_cap = host_cap
+        host_cap.moves = HomeMoves(mmu, homes, pagerd, gradients=config.update_at == "step")
+        host_cap.on_failure = engine.fail
         self._device = device
         self._budget = budget
         self._engine = engine
@@ -92,6 +99,7 @@ class StepBoundary:
         self._paged = paged
         self._slab_frames = slab_frames
         self._pending: dict[str, Any] = {}
+        self._next_host_budget: Any = None
         self._step_began = time.perf_counter()
         # Of the last step but the first, which has its captures and warm-ups.
         self._step_seconds: float | None = None
@@ -102,8 +110,9 @@ class StepBoundary:
     def set(self, **knobs: Any) -> None:
         """Change knobs at the next boundary, or now where the eviction policy had failed.
 
-        Raises at once for values that cannot work. ``host_budget`` counts from now on: what is pageable and over it is
-        given back; BudgetError, and it stays as it was, if that is not enough.
+        Raises at once for values that cannot work. ``host_budget`` counts from now on where it holds what is in use
+        once the pageable part is given back; else homes move to the disk at the next boundary, or BudgetError is raised
+        now, and all stays as it was.
         """
         changed = self.config.replace(**knobs)
         fixed = sorted(name for name in knobs if name not in LIVE_KNOBS)
@@ -114,9 +123,10 @@ class StepBoundary:
                 "close() it and manage it again"
             )
         if "host_budget" in knobs:
-            self.host_cap.resize(self.host_cap.resolve(changed.host_budget))
-            self.config = self.config.replace(host_budget=changed.host_budget)
-        self._pending.update({name: getattr(changed, name) for name in knobs})
+            self._next_host_budget = changed.host_budget
+            if self.host_cap.set(changed.host_budget):
+                self.config = self.config.replace(host_budget=changed.host_budget)
+        self._pending.update({name: getattr(changed, name) for name in knobs if name != "host_budget"})
         if "eviction" in knobs and self._engine.policy.has_failed:
             self._apply_knobs()  # no step would come to its boundary
 
@@ -144,6 +154,15 @@ class StepBoundary:
         seconds = self._measure_step()
         self._adapt_distance(seconds)
         self._pagerd.end_step()
+
+    def move_homes(self) -> None:
+        """The last act of a boundary, since an interrupt may end it early: what another host budget asks for."""
+        if not self.host_cap.has_work:
+            return
+        with span("moving homes"):
+            if self.host_cap.move_homes():
+                self.config = self.config.replace(host_budget=self._next_host_budget)
+        self._planner.forget_plan()
 
     def _apply_knobs(self) -> None:
         knobs, self._pending = self._pending, {}

@@ -32,6 +32,7 @@ class FakeHomes:
         self.machine = machine
         self.pageable = pageable
         self.host_used_bytes = 7 * MIB
+        self.spare_host_bytes = self.untouched_host_bytes = 0
         self.resized: list[int] = []
 
     def release_host(self) -> int:
@@ -133,14 +134,16 @@ def test_a_smaller_budget_gives_back_first_and_is_refused_if_that_is_not_enough(
 ) -> None:
     machine = Machine(monkeypatch, used=80 * MIB)
     cap, homes = make_cap(machine, 100 * MIB, pageable=10 * MIB)
-    cap.resize(cap.resolve(75 * MIB))
+    assert cap.set(75 * MIB)
     assert (cap.budget_bytes, homes.pageable, homes.resized) == (75 * MIB, 0, [-25 * MIB])
     with pytest.raises(
         BudgetError, match=r"60.00 MiB is less than the 70.00 MiB .* 7.00 MiB are .* can be set now is"
     ):
-        cap.resolve("60MiB")
+        cap.set("60MiB")
     assert cap.budget_bytes == 75 * MIB
-    assert cap.resolve(0.5) == 500 * MIB
+    assert not cap.has_work
+    assert cap.set(0.5)
+    assert cap.budget_bytes == 500 * MIB
 
 
 # -- with a model ------------------------------------------------------------------------------------------------------
