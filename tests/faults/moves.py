@@ -17,15 +17,19 @@ from pager.page_table import Home
 from tests.cases.same import PAGE, state_bytes
 from tests.faults.media import make_layers, make_optimizer
 
+BASE = 2**20
+
 
 def measure_the_arena(monkeypatch: pytest.MonkeyPatch, runtime_of: list[Any]) -> None:
-    """The process takes what is reserved for homes, to the byte: what else it takes would drown so small a model."""
+    """The process takes what is reserved for homes and ``BASE``, to the byte: what else it takes would drown so small a
+    model.
+    """
 
     def taken() -> int:
         if not runtime_of:
-            return 0
+            return BASE
         host = runtime_of[0].host
-        return int(host.reserved_bytes - host.untouched_bytes)
+        return BASE + int(host.reserved_bytes - host.untouched_bytes)
 
     monkeypatch.setattr(host_cap, "process_bytes", taken)
     monkeypatch.setattr(host_cap, "NOISE_BYTES", 0)
@@ -49,7 +53,7 @@ def manage_in_host_memory(
     total = state_bytes(model)
     runtime_of: list[Any] = []
     measure_the_arena(monkeypatch, runtime_of)
-    monkeypatch.setattr(bill, "host_room", lambda *arguments: (2 * total, 2 * total))
+    monkeypatch.setattr(bill, "host_room", lambda *arguments: (2 * total, BASE + 2 * total))
     if folder is not None:
         knobs |= {"disk": folder, "disk_budget": int(total * disk_share)}
     pager.manage(
