@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 
 from pager.errors import BudgetError, TierError
 from pager.host_limit import free_host_bytes, host_budget_bytes, host_limit_bytes, process_bytes
+from pager.interrupts import uninterrupted
 from pager.policies.placement import PlacementError
 from pager.units import format_at_least, format_bytes
 
@@ -62,8 +63,10 @@ _MOST_ROUNDS = 4
 class HostCap:
     """Holds one process to its host budget. Used by the training thread, between steps."""
 
-    def __init__(self, budget_bytes: int, homes: Homes) -> None:
+    def __init__(self, budget_bytes: int, homes: Homes, knob: int | float | str) -> None:
+        """``knob``: what the user gave, that means ``budget_bytes``."""
         self.budget_bytes = budget_bytes
+        self.knob = knob
         # Set once there are homes that could move.
         self.moves: HomeMoves | None = None
         # Told what went wrong at a step boundary, which must not raise: its step is over.
@@ -74,13 +77,13 @@ class HostCap:
         # What the process took when nothing more could be given back.
         self._least_bytes = 0
         # A smaller budget that the next step boundary has to move homes for.
-        self._wanted: int | None = None
+        self._wanted: tuple[int, int | float | str] | None = None
         self._may_return = False
 
     # -- another budget ----------------------------------------------------------------------------
 
-    def set(self, knob: int | float | str) -> bool:
-        """Ask for another ``host_budget``. True if it is in force now; False: from the next step boundary on.
+    def set(self, knob: int | float | str) -> None:
+        """Ask for another ``host_budget``: in force now, or, where homes have to move, from the next step boundary on.
 
         Raises BudgetError, and changes nothing, if what is in use cannot be brought under it.
         """
@@ -90,12 +93,11 @@ class HostCap:
         used = self._taken()
         if used > wanted:
             self._check(wanted, used)
-            self._wanted = wanted
-            return False
+            self._wanted = wanted, knob
+            return
         self._wanted = None
         self._may_return = wanted > self.budget_bytes or self._may_return
-        self._resize(wanted)
-        return True
+        self._resize(wanted, knob)
 
     def _taken(self) -> int:
         """What the process takes, and will take as soon as all that is reserved has been written to."""
@@ -127,8 +129,9 @@ class HostCap:
             "on the device or on the disk."
         )
 
-    def _resize(self, budget_bytes: int) -> None:
+    def _resize(self, budget_bytes: int, knob: int | float | str) -> None:
         """The budget is another from now on."""
+        self.knob = knob
         self._homes.resize_host(budget_bytes - self.budget_bytes)
         self.budget_bytes = budget_bytes
         self._is_warned = False
@@ -142,18 +145,14 @@ class HostCap:
         """Whether homes are to move at the next step boundary."""
         return self._wanted is not None or self._may_return
 
-    def move_homes(self) -> bool:
-        """Do what a changed budget asks for. True if a smaller one has come into force by that.
-
-        Errors of a tier go to ``on_failure``. After an interrupt the next call goes on.
-        """
+    def move_homes(self) -> None:
+        """Do what a changed budget asks for; after an interrupt the next call goes on. Errors go to ``on_failure``."""
         if self._wanted is not None:
-            return self._lower(self._wanted)
-        if self._may_return:
+            self._lower(*self._wanted)
+        elif self._may_return:
             self._bring_back()
-        return False
 
-    def _lower(self, wanted: int) -> bool:
+    def _lower(self, wanted: int, knob: int | float | str) -> None:
         before = process_bytes()
         try:
             moved = self._move_out(wanted)
@@ -174,10 +173,11 @@ class HostCap:
                 error,
             )
             self.on_failure(error)
-            return False
-        self._wanted, self._may_return = None, False
-        self._resize(wanted)
-        self._homes.limit_host(wanted - used)
+            return
+        with uninterrupted():
+            self._wanted, self._may_return = None, False
+            self._resize(wanted, knob)
+            self._homes.limit_host(wanted - used)
         logger.info(
             "host memory: host_budget is %s from now on; %s of homes moved to the disk, and the process takes %s "
             "instead of %s",
@@ -186,7 +186,6 @@ class HostCap:
             format_bytes(process_bytes()),
             format_bytes(before),
         )
-        return True
 
     def _move_out(self, wanted: int) -> int:
         """Bring the process under ``wanted``, below its high watermark if it can be; bytes of homes that moved."""
@@ -194,14 +193,16 @@ class HostCap:
         assert moves is not None
         moved_bytes = 0
         with moves.standstill():
-            for _ in range(_MOST_ROUNDS):
+            try:
+                for _ in range(_MOST_ROUNDS):
+                    self._homes.release_host(locked=True)
+                    excess = self._taken() - int(HIGH * wanted)
+                    moved = moves.to_disk(excess) if excess > 0 else 0
+                    moved_bytes += moved
+                    if not moved:
+                        break
+            finally:
                 self._homes.release_host(locked=True)
-                excess = self._taken() - int(HIGH * wanted)
-                moved = moves.to_disk(excess) if excess > 0 else 0
-                moved_bytes += moved
-                if not moved:
-                    break
-            self._homes.release_host(locked=True)
         if self._taken() > wanted:
             self._give_back(f"host_budget is to be {format_bytes(wanted)}", wanted)
         return moved_bytes

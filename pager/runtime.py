@@ -126,7 +126,7 @@ class Runtime:
         self.host = HostArena(page_size, self.device, max(host_bytes, 0))
         undo.callback(self.host.close)
         self.homes = Homes(self.space, self.table, self.host, None, page_size)
-        self.host_cap = HostCap(host_budget, self.homes)
+        self.host_cap = HostCap(host_budget, self.homes, config.host_budget)
         disk_bytes = bill.disk_room(config)
         self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
         if self.disk is not None:
@@ -228,9 +228,12 @@ class Runtime:
             self.close()
             self.paged.put_back(dict(places), optimizers)
             raise
-        report = self.homes.report(bill.training_state(parameters, self._states))
-        if self.fitting is not None:
-            report = {"device": self.fitting.num_bytes, "host": 0, "disk": 0}
+        fitting, state = self.fitting, bill.training_state(parameters, self._states)
+        report = (
+            self.homes.report(state)
+            if fitting is None
+            else {"device": fitting.num_bytes, "host": 0, "disk": 0}
+        )
         logger.info(
             "managing %s: %s on the device, %s in host memory, %s on disk; device budget %s, of it %s for pages; "
             "eviction %s; plan %s",
@@ -395,8 +398,10 @@ class Runtime:
             self.on_cpu.end_step(known for known in self.optimizers if known.alive)
         if self.fitting is not None:
             self.counters.sample_resident(self.fitting.num_bytes)
-        self.boundary.move_homes()
-        self.config = self.boundary.config
+        try:
+            self.boundary.move_homes()
+        finally:
+            self.config = self.boundary.config
 
     # -- questions ---------------------------------------------------------------------------------
 

@@ -99,7 +99,6 @@ class StepBoundary:
         self._paged = paged
         self._slab_frames = slab_frames
         self._pending: dict[str, Any] = {}
-        self._next_host_budget: Any = None
         self._step_began = time.perf_counter()
         # Of the last step but the first, which has its captures and warm-ups.
         self._step_seconds: float | None = None
@@ -123,9 +122,8 @@ class StepBoundary:
                 "close() it and manage it again"
             )
         if "host_budget" in knobs:
-            self._next_host_budget = changed.host_budget
-            if self.host_cap.set(changed.host_budget):
-                self.config = self.config.replace(host_budget=changed.host_budget)
+            self.host_cap.set(changed.host_budget)
+            self.config = self.config.replace(host_budget=self.host_cap.knob)
         self._pending.update({name: getattr(changed, name) for name in knobs if name != "host_budget"})
         if "eviction" in knobs and self._engine.policy.has_failed:
             self._apply_knobs()  # no step would come to its boundary
@@ -157,12 +155,14 @@ class StepBoundary:
 
     def move_homes(self) -> None:
         """The last act of a boundary, since an interrupt may end it early: what another host budget asks for."""
-        if not self.host_cap.has_work:
-            return
-        with span("moving homes"):
-            if self.host_cap.move_homes():
-                self.config = self.config.replace(host_budget=self._next_host_budget)
-        self._planner.forget_plan()
+        try:
+            if self.host_cap.has_work:
+                self._planner.forget_plan()
+                with span("moving homes"):
+                    self.host_cap.move_homes()
+        finally:
+            if self.config.host_budget != self.host_cap.knob:
+                self.config = self.config.replace(host_budget=self.host_cap.knob)
 
     def _apply_knobs(self) -> None:
         knobs, self._pending = self._pending, {}

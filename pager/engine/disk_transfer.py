@@ -193,10 +193,10 @@ class DiskTransfers:
         finally:
             self.queue.wait_for_writes(writes)
 
-    def forget(self, home_frame: int, num_pages: int) -> None:
-        """These home frames belong to nobody from now on."""
+    def forget(self, segment: Segment, home_frame: int) -> None:
+        """The segment's home frames belong to nobody from now on."""
         if self._queue is not None:
-            self._queue.drop(home_frame, num_pages)
+            self._queue.drop(home_frame, segment.num_pages)
 
     @property
     def bytes_to_come(self) -> int:

@@ -93,8 +93,6 @@ class HomeMover:
                 done = True
             finally:
                 for segment, frame in placed if not done else ():
-                    if target == Home.DISK:
-                        transfers.forget_disk(frame, segment.num_pages)
                     self._homes.give_back(target, frame, segment.num_pages)
             for segment, frame in placed:
                 transfers.forget(segment)

@@ -303,11 +303,11 @@ class Transfers:
     # -- homes that move ---------------------------------------------------------------------------
 
     def write_to_disk(self, segments: Sequence[Segment], frames: Sequence[int]) -> None:
-        """Write the values of homes in host memory to frames of the disk, and wait for it; copies to and from the homes
-        are over then. Raises TierError: what the frames hold is undefined then, and the homes are as they were.
+        """Write the values of homes in host memory to frames of the disk that nobody uses, and wait for it. Raises
+        TierError: then what the frames hold is undefined, and nothing is under way to them.
         """
         assert self._disk is not None
-        homes = [self.home_bytes(segment, write=True) for segment in segments]
+        homes = [self.home_bytes(segment, write=False) for segment in segments]
         self._disk.write_all(
             [(frame, home) for frame, home in zip(frames, homes, strict=True) if home is not None]
         )
@@ -319,11 +319,6 @@ class Transfers:
             self._device.host_touch(Region("host", frame, frame + segment.num_pages), write=True)
             home_frame = int(self._table.home_frame[segment.first_page])
             self._disk.read_home(segment, home_frame, self._host.view(frame, segment.num_bytes))
-
-    def forget_disk(self, frame: int, num_frames: int) -> None:
-        """Nothing is read or written for these frames of the disk any more: they are about to be others'."""
-        assert self._disk is not None
-        self._disk.forget(frame, num_frames)
 
     @property
     def bytes_to_come(self) -> int:
@@ -339,7 +334,7 @@ class Transfers:
         home_frame = int(self._table.home_frame[segment.first_page])
         if int(self._table.home[segment.first_page]) == Home.DISK and home_frame >= 0:
             assert self._disk is not None
-            self._disk.forget(home_frame, segment.num_pages)
+            self._disk.forget(segment, home_frame)
 
     # -- the disk's background ---------------------------------------------------------------------
 

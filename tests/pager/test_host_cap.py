@@ -61,7 +61,7 @@ class Machine:
 def make_cap(machine: Machine, budget: int, pageable: int = 0) -> tuple[HostCap, FakeHomes]:
     """A cap over homes that are not there."""
     homes = FakeHomes(machine, pageable)
-    return HostCap(budget, homes), homes  # type: ignore[arg-type]
+    return HostCap(budget, homes, budget), homes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_smaller_budget_gives_back_first_and_is_refused_if_that_is_not_enough(
 ) -> None:
     machine = Machine(monkeypatch, used=80 * MIB)
     cap, homes = make_cap(machine, 100 * MIB, pageable=10 * MIB)
-    assert cap.set(75 * MIB)
+    cap.set(75 * MIB)
     assert (cap.budget_bytes, homes.pageable, homes.resized) == (75 * MIB, 0, [-25 * MIB])
     with pytest.raises(
         BudgetError, match=r"60.00 MiB is less than the 70.00 MiB .* 7.00 MiB are .* can be set now is"
@@ -142,8 +142,8 @@ def test_a_smaller_budget_gives_back_first_and_is_refused_if_that_is_not_enough(
         cap.set("60MiB")
     assert cap.budget_bytes == 75 * MIB
     assert not cap.has_work
-    assert cap.set(0.5)
-    assert cap.budget_bytes == 500 * MIB
+    cap.set(0.5)
+    assert (cap.budget_bytes, cap.knob) == (500 * MIB, 0.5)
 
 
 # -- with a model ------------------------------------------------------------------------------------------------------
