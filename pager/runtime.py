@@ -65,7 +65,7 @@ class Runtime:
 
     def __init__(self, model: nn.Module, config: Config, optimizers: Sequence[Optimizer] = ()) -> None:
         self.model = model
-        self.config = config
+        self.config = config  # that of the beginning; StepBoundary has the knobs in force
         self.closed = False
         self.counters = Counters()
         self.optimizers: list[AdoptedOptimizer] = []
@@ -228,12 +228,9 @@ class Runtime:
             self.close()
             self.paged.put_back(dict(places), optimizers)
             raise
-        fitting, state = self.fitting, bill.training_state(parameters, self._states)
-        report = (
-            self.homes.report(state)
-            if fitting is None
-            else {"device": fitting.num_bytes, "host": 0, "disk": 0}
-        )
+        report = self.homes.report(bill.training_state(parameters, self._states))
+        if self.fitting is not None:
+            report = {"device": self.fitting.num_bytes, "host": 0, "disk": 0}
         logger.info(
             "managing %s: %s on the device, %s in host memory, %s on disk; device budget %s, of it %s for pages; "
             "eviction %s; plan %s",
@@ -398,10 +395,7 @@ class Runtime:
             self.on_cpu.end_step(known for known in self.optimizers if known.alive)
         if self.fitting is not None:
             self.counters.sample_resident(self.fitting.num_bytes)
-        try:
-            self.boundary.move_homes()
-        finally:
-            self.config = self.boundary.config
+        self.boundary.move_homes()
 
     # -- questions ---------------------------------------------------------------------------------
 
