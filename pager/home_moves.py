@@ -54,7 +54,7 @@ class HomeMoves:
         self._pagerd.pause()
         try:
             # A job of the CPU's copies when it pleases.
-            self._settle([b for b in self._mmu.bindings.values() if isinstance(b.pending, Job)])
+            self._settle([b for b in list(self._mmu.bindings.values()) if isinstance(b.pending, Job)])
             self._engine.drain()
             self._engine.transfers.settle()
             device = self._engine.device
@@ -153,7 +153,7 @@ class HomeMoves:
         table, aliases = self._engine.table, self._mmu.aliases
         return [
             binding
-            for binding in self._mmu.bindings.values()
+            for binding in list(self._mmu.bindings.values())
             if int(table.home[binding.segment.first_page]) == home
             and int(table.home_frame[binding.segment.first_page]) >= 0
             and (self._moves_gradients or binding.segment.kind != "gradient")

@@ -10,8 +10,9 @@ and other processes may eat what was free. So between two steps the whole proces
 3. what is page-locked and in use stays: it is the training state. If that is too much, a warning says so, once for each
    time that the budget is passed.
 
-Homes move only when the user says so, since that costs every later step: with ``set(host_budget=...)``. A budget that
-holds what the process takes, after step 1, is in force at once. Below that
+None of that moves a home: it would cost every later step, for what may be over in a moment. Homes move when the user
+says so, with ``set(host_budget=...)``. A budget that holds what the process takes, once step 1 is done, is in force at
+once. Below that
 
 4. it is asked, before anything changes, whether what is free between the homes, and homes that the disk has room for,
    make up for the difference. If not, BudgetError names the least budget for which they do;
@@ -154,6 +155,11 @@ class HostCap:
 
     def _lower(self, wanted: int, knob: int | float | str) -> None:
         before = process_bytes()
+        logger.info(
+            "host memory: %s more than host_budget = %s are taken; homes move to the disk, about a second for each GiB",
+            format_bytes(max(self._taken() - wanted, 0)),
+            format_bytes(wanted),
+        )
         try:
             moved = self._move_out(wanted)
             used = self._taken()
@@ -252,7 +258,7 @@ class HostCap:
             logger.warning(
                 "host memory: the process takes %s, more than host_budget = %s, and %s of it are the training state. "
                 "What has grown is not pager's: look at the data loader and at tensors that are kept, or raise "
-                "host_budget with set(host_budget=...)",
+                "host_budget with set(host_budget=...). Set to the same again, it has homes move to the disk",
                 format_bytes(used),
                 format_bytes(self.budget_bytes),
                 format_bytes(self._homes.host_used_bytes),

@@ -303,6 +303,41 @@ def test_the_last_of_several_wishes_counts(tmp_path: Path, monkeypatch: pytest.M
     check_values(model, losses)
 
 
+def test_the_same_budget_again_makes_room_for_what_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process takes more than its budget, by what is not ours: pressure moves no home, a wish does."""
+    model, optimizer = manage_in_host_memory(monkeypatch, tmp_path)
+    losses = train(model, optimizer, 0, 2)
+    handle, host = model.pager, model.pager._runtime.host
+    full = host.reserved_bytes
+    handle.set(host_budget=BASE + full)
+    monkeypatch.setattr("tests.faults.moves.BASE", BASE + full // 2)
+    monkeypatch.setattr(host_cap, "SECONDS_BETWEEN_LOOKS", 0.0)
+    before = homes_of(model)
+    losses += train(model, optimizer, 2, 2)
+    assert homes_of(model) == before
+    assert "Set to the same again, it has homes move to the disk" in caplog.text
+    handle.set(host_budget=BASE + full)
+    losses += train(model, optimizer, 4, 2)
+    assert host.reserved_bytes <= full - full // 2
+    assert handle.statistics().host_budget_bytes == BASE + full
+    check_values(model, losses)
+
+
+def test_without_a_step_nothing_moves_and_closing_is_no_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = manage_in_host_memory(monkeypatch, tmp_path)
+    losses = train(model, optimizer, 0, 2)
+    before = homes_of(model)
+    model.pager.set(host_budget=BASE + model.pager._runtime.host.reserved_bytes // 2)
+    with torch.no_grad():
+        model(batch(5))
+    assert homes_of(model) == before
+    check_values(model, losses)
+
+
 @pytest.mark.parametrize("update_at", ["step", "backward"])
 @pytest.mark.parametrize("where", ["forward", "backward", "between", "accumulate"])
 def test_a_wish_may_be_told_anywhere(
