@@ -16,6 +16,7 @@ from pager.engine.transfer import Transfers
 from pager.errors import BudgetError, DiskFull, TierError, TierIOError
 from pager.home_frames import HomeFrames
 from pager.home_moves import HomeMoves
+from pager.host_cap import HostCap
 from pager.tiers.host_arena import HostArena
 from tests.faults.media import Medium, backward, check_equal, train_plainly, train_stubbornly
 from tests.faults.moves import BASE, check_books, homes_of, manage_in_host_memory
@@ -151,6 +152,38 @@ def test_writes_that_have_failed_before_are_tried_first(
     assert {type(error) for error in [*errors, *late]} == {TierIOError}
     assert handle.statistics().host_budget_bytes == BASE + full * 3 // 4
     check_equal(values_at_the_end(model, [*losses, *more, *rest]), train_plainly(7))
+
+
+def test_the_disk_has_done_what_it_was_given_before_anything_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does nothing until somebody waits for it."""
+    checks = {"daemon": "inline", "streams": "late"}
+    model, optimizer = manage_in_host_memory(monkeypatch, tmp_path, checks=checks)
+    losses, _ = train_stubbornly(model, optimizer, 2)
+    handle, host = model.pager, model.pager._runtime.host
+    full = host.reserved_bytes
+    handle.set(host_budget=BASE + full * 3 // 4)
+    losses += train_stubbornly(model, optimizer, 2, first=2)[0]
+    queue = model.pager._runtime.engine.transfers._disk.queue
+    held: list[int] = []
+    to_disk, lower = HomeMoves.to_disk, HostCap._lower
+
+    def counted(moves: HomeMoves, excess_bytes: int) -> int:
+        held.append(len(queue._held))
+        return to_disk(moves, excess_bytes)
+
+    def began(cap: HostCap, *arguments: Any) -> None:
+        held.append(len(queue._held))
+        lower(cap, *arguments)
+
+    monkeypatch.setattr(HomeMoves, "to_disk", counted)
+    monkeypatch.setattr(HostCap, "_lower", began)
+    handle.set(host_budget=BASE + full // 2)
+    losses += train_stubbornly(model, optimizer, 1, first=4)[0]
+    assert held[0] > 0
+    assert held[1] == 0
+    check_equal(values_at_the_end(model, losses), train_plainly(5))
 
 
 class Stop(BaseException):
