@@ -320,7 +320,9 @@ def test_the_same_budget_again_makes_room_for_what_has_grown(
     assert "Set to the same again, it has homes move to the disk" in caplog.text
     handle.set(host_budget=BASE + full)
     losses += train(model, optimizer, 4, 2)
-    assert host.reserved_bytes <= host.budget_bytes <= full - full // 2, "no home is made beside what has grown"
+    assert host.reserved_bytes <= host.budget_bytes <= full - full // 2, (
+        "no home is made beside what has grown"
+    )
     assert handle.statistics().host_budget_bytes == BASE + full
     check_values(model, losses)
 
