@@ -327,6 +327,22 @@ def test_the_same_budget_again_makes_room_for_what_has_grown(
     check_values(model, losses)
 
 
+def test_what_is_reserved_and_not_written_to_yet_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step: states have homes and no values, so nothing is copied, and the promise holds later."""
+    model, optimizer = manage_in_host_memory(monkeypatch, tmp_path)
+    host = model.pager._runtime.host
+    full = host.reserved_bytes
+    assert host.untouched_bytes > full // 2
+    model.pager.set(host_budget=BASE + full // 2)
+    assert model.pager._runtime.host_cap.has_work
+    losses = train(model, optimizer, 0, 3)
+    assert host.reserved_bytes <= full // 2
+    check_books(model)
+    check_values(model, losses)
+
+
 def test_without_a_step_nothing_moves_and_closing_is_no_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
