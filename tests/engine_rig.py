@@ -16,8 +16,10 @@ import torch
 from pager.address_space import AddressSpace, Segment
 from pager.device.simulated import SimulatedDevice
 from pager.engine.engine import Engine
+from pager.engine.moving import HomeMover
 from pager.engine.run import Run
 from pager.engine.transfer import Transfers
+from pager.homes import Homes
 from pager.page_table import Home, PageTable
 from pager.policies.protocol import make_eviction_policy
 from pager.statistics import Counters
@@ -94,6 +96,8 @@ class Rig:
             counters=self.counters,
             poison=poison,
         )
+        self.homes = Homes(self.space, self.table, self.host, self.disk, PAGE)  # type: ignore[arg-type]
+        self.mover = HomeMover(self.engine, self.homes)
         self.versions: list[int] = []
         self.segments: list[Segment] = []
         for size, home in zip(sizes, homes, strict=True):
@@ -174,6 +178,33 @@ class Rig:
         if view is None:
             view = self.transfers.read_disk_home(segment)
         return view.numpy().copy()
+
+    def set_host_budget(self, num_pages: int, *, settle: bool = True) -> None:
+        """Homes leave host memory, the last segment's first, until it holds no more than so many pages; or come back
+        while it does.
+        """
+        if settle:
+            self.transfers.settle()
+        self.homes.limit_host(0)
+        self.host.budget_bytes = max(num_pages * PAGE, self.host.reserved_bytes)
+        leaving, coming, excess = [], [], self.host.used_bytes // PAGE - num_pages
+        for index, segment in reversed(list(enumerate(self.segments))):
+            if excess > 0 and self.home(index) is Home.HOST:
+                leaving.append(segment)
+                excess -= segment.num_pages
+        room = -excess
+        for index, segment in enumerate(self.segments if not leaving else ()):
+            if self.home(index) is Home.DISK and segment.num_pages <= room:
+                coming.append(segment)
+                room -= segment.num_pages
+        try:
+            self.mover.move(leaving, Home.DISK)
+            self.mover.move(coming, Home.HOST)
+        finally:
+            for stream in self.device.own_streams:
+                stream.synchronize()
+            self.homes.release_host(locked=True)
+            self.host.budget_bytes = max(num_pages * PAGE, self.host.reserved_bytes)
 
     def prefetch(self, index: int, *, ticks_ahead: int = 0) -> bool:
         """Ask for a segment ahead of its use."""

@@ -98,6 +98,7 @@ class CpuUpdates:
         """
         total = sum(binding.segment.num_elements for binding, *_ in order)
         self.rates.end_step(total)
+        self._gradient_homes.renew()
         entries = [
             (binding, adopted, adopted.optimizer.param_groups[index]) for binding, adopted, index in order
         ]
@@ -206,7 +207,7 @@ class CpuUpdates:
             return False
         if slot.segment.dtype != binding.segment.dtype or slot.segment.stride != binding.segment.stride:
             return False
-        homes = (binding, *states.values())
+        homes = (binding, slot, *states.values())
         table = self._engine.table
         return all(int(table.home[b.segment.first_page]) == Home.HOST for b in homes) and all(
             state.fixed is None and not state.keep and self._engine.has_value(state.segment)
