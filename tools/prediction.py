@@ -24,12 +24,22 @@ from pager.policies.placement import Home, PlacementError, place
 from pager.policies.protocol import make_eviction_policy
 from pager.policies.staying import (
     belady,
+    is_worth_lending,
     lent_gradient_bytes,
     room_for_staying,
     share_arena,
     spread,
 )
-from pager.policies.update_split import LEAD, balanced_share, cpu_part
+from pager.policies.update_split import (
+    LEAD,
+    Diffusion,
+    balanced_share,
+    cpu_part,
+    less_share,
+    num_slices,
+    num_threads_beside_link,
+    rate_beside_link,
+)
 from pager.tools.captured import CapturedModel
 from pager.tools.machine import Machine
 from pager.units import format_bytes
@@ -37,7 +47,7 @@ from pager.units import format_bytes
 __all__ = ["Prediction", "Wanted", "predict"]
 
 # A share of the update for the CPU follows from rates that it changes itself.
-_ROUNDS = 5
+_ROUNDS = 12
 _SAME_SHARE = 0.005
 # As `pager.homes`: what is not wired must hold the update of the largest tensor; a parameter that streams crosses the
 # link four times, a gradient or a state twice.
@@ -45,6 +55,9 @@ _UPDATE_TENSORS = 4
 _CROSSINGS = (4, 2, 2)
 # As `pager.bill`: parameters are wired with updates on the CPU only where they fill so much of the budget.
 _WIRED_SHARE = 0.75
+# As `pager.optim.gradient_homes`: of the bytes of all gradients, and of the largest.
+_HOMES_SHARE = 6
+_LEAST_HOMES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,39 +240,100 @@ def _plain(error: Exception) -> str:
 def _simulate(
     captured: CapturedModel, machine: Machine, wanted: Wanted, shares: DeviceShares, *, keep_tasks: bool
 ) -> tuple[Placement, SimulatedStep]:
-    """Where the CPU takes part its share is found as the runtime does: from the rates of the step before."""
-    step = captured.step
-    rates = dataclasses.replace(machine.rates, cpu_bytes_per_parameter=float(step.size.cpu_update))
-    knobs = StepKnobs(update_at=wanted.update_at, prefetch_extents=wanted.prefetch_extents)
-    policy = make_eviction_policy(wanted.eviction)
-    share = {"device": 0.0, "cpu": 1.0}.get(wanted.update_on, wanted.cpu_share)
-    if share is not None:
-        placement = _Placing(captured, wanted, shares).make(share)
-        return placement, simulate(
-            step, placement, shares, policy=policy, rates=rates, knobs=knobs, keep_tasks=keep_tasks
-        )
+    """Where the CPU takes part its share and its threads are found as the runtime does: from the steps before."""
     placing = _Placing(captured, wanted, shares)
-    streamed = 1 - float(step.num_elements[placing.keeps_states].sum()) / step.num_parameters
-    parameters_per_second = rest_seconds = 0.0
-    share, last_share = 0.0, -1.0
+    cpu = _CpuPart(captured, machine, wanted, placing)
     for _ in range(_ROUNDS):
-        share = balanced_share(
-            streamed_share=streamed,
-            state_bytes=step.size.state,
-            sent_bytes=step.size.gradient,
-            link_bytes_per_second=rates.link_both_bytes_per_second,
-            elements_per_second=parameters_per_second,
-            rest_seconds=rest_seconds / step.num_parameters,
-        )
-        if abs(share - last_share) < _SAME_SHARE:
-            break
-        last_share = share
-        placement = placing.make(share)
+        placement = placing.make(cpu.share)
         result = simulate(
-            step, placement, shares, policy=policy, rates=rates, knobs=knobs, keep_tasks=keep_tasks
+            captured.step,
+            placement,
+            shares,
+            policy=make_eviction_policy(wanted.eviction),
+            rates=cpu.rates,
+            knobs=cpu.knobs(placement, placing.lent_bytes),
+            keep_tasks=keep_tasks,
         )
-        parameters_per_second, rest_seconds = result.cpu_parameters_per_second, result.rest_seconds
+        if not cpu.goes_on(result):
+            break
     return placement, result
+
+
+class _CpuPart:
+    """How much the CPU updates, and on how many threads: as `pager.optim.on_cpu` and `pager.optim.cpu_rates`."""
+
+    def __init__(self, captured: CapturedModel, machine: Machine, wanted: Wanted, placing: _Placing) -> None:
+        self.step = captured.step
+        self.wanted = wanted
+        self.rates = dataclasses.replace(
+            machine.rates, cpu_bytes_per_parameter=float(self.step.size.cpu_update)
+        )
+        self.streamed = 1 - float(self.step.num_elements[placing.keeps_states].sum()) / self.step.num_parameters
+        self.fixed = {"device": 0.0, "cpu": 1.0}.get(wanted.update_on, wanted.cpu_share)
+        # Of the last step; 0.0 before it.
+        self.per_second = self.alone = self.beside = self.rest_seconds = self.less = 0.0
+        self.share = self._balance() if self.fixed is None else self.fixed
+
+    def _balance(self) -> float:
+        size = self.step.size
+        share = balanced_share(
+            streamed_share=self.streamed,
+            state_bytes=size.state,
+            sent_bytes=size.gradient,
+            link_bytes_per_second=self.rates.link_both_bytes_per_second,
+            elements_per_second=self.beside if self.alone else self.per_second,
+            alone_per_second=self.alone or self.per_second,
+            rest_seconds=self.rest_seconds / self.step.num_parameters,
+        )
+        return max(share - self.less, 0.0)
+
+    @property
+    def _num_threads(self) -> int:
+        """Beside the link."""
+        total = self.rates.cpu_threads
+        if self.wanted.update_on == "cpu":
+            return total
+        if self.wanted.update_at == "step":
+            return num_threads_beside_link(total)
+        return num_threads_beside_link(total, self.beside / (self.alone or 1.0))
+
+    def knobs(self, placement: Placement, lent_bytes: int) -> StepKnobs:
+        """The knobs of a step with this part."""
+        wanted, elements = self.wanted, self.step.num_elements
+        gradients = np.where(self.step.gradient_tick >= 0, elements * self.step.size.gradient, 0)
+        homes = max(int(gradients.sum()) // _HOMES_SHARE, _LEAST_HOMES * int(gradients.max()))
+        part = int(elements[placement.on_cpu].sum())
+        return StepKnobs(
+            update_at=wanted.update_at,
+            prefetch_extents=wanted.prefetch_extents,
+            lent_bytes=lent_bytes,
+            home_bytes=homes if wanted.update_at == "backward" and wanted.update_on == "auto" else None,
+            cpu_threads=self._num_threads,
+            cpu_slices=tuple(num_slices(n, part, self.rates.cpu_threads) for n in elements.tolist()),
+        )
+
+    def goes_on(self, result: SimulatedStep) -> bool:
+        """Learn from a step; whether the next one has another part, or other threads."""
+        if not self.share and self.fixed is not None:
+            return False
+        threads, share = self._num_threads, self.share
+        self.per_second, self.rest_seconds = result.cpu_parameters_per_second, result.rest_seconds
+        self.alone = result.cpu_alone_parameters_per_second
+        size = self.step.size
+        self.beside = rate_beside_link(
+            self.alone,
+            element_bytes=2 * size.state + 5 * size.gradient,
+            link_bytes_per_second=self.rates.link_both_bytes_per_second,
+        )
+        if self.fixed is None:
+            self.less = less_share(
+                self.less,
+                late_seconds=result.late_seconds,
+                elements_per_second=self.per_second,
+                num_elements=self.step.num_parameters,
+            )
+            self.share = self._balance()
+        return abs(self.share - share) >= _SAME_SHARE or self._num_threads != threads
 
 
 class _Placing:
@@ -289,6 +363,10 @@ class _Placing:
         if all_stay and wanted.update_at == "backward":
             states = np.where(self.trained, self.elements * step.size.state, 0)
             self.keeps_states = self._take(states, room - int(weights.sum()), wanted.states) & self.trained
+        self.lent_bytes = lent_gradient_bytes(captured.activation_bytes, arena)
+        self.beside = self.trained & (wanted.update_at == "backward") & (not wanted.simulated)
+        for place, num_elements in enumerate(self.elements.tolist()):
+            self.beside[place] &= is_worth_lending(num_elements * step.size.gradient, self.lent_bytes)
 
     def _take(self, sizes: npt.NDArray[np.int64], room: int, how: str) -> npt.NDArray[np.bool_]:
         if how == "belady":
@@ -312,6 +390,7 @@ class _Placing:
             wired=self.wired,
             keeps_states=self.keeps_states,
             on_cpu=on_cpu & ~weight_on_disk & ~states_on_disk,
+            beside=self.beside,
             weight_on_disk=weight_on_disk,
             states_on_disk=states_on_disk,
         )
@@ -320,14 +399,20 @@ class _Placing:
         self, share: float, weight_on_disk: npt.NDArray[np.bool_], states_on_disk: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.bool_]:
         on_disk = weight_on_disk | states_on_disk
-        can = np.flatnonzero(self.trained & ~self.keeps_states & ~self.wired & ~on_disk)
+        can = self.trained & ~self.keeps_states & ~self.wired & ~on_disk
         # Those that are used last in forward come first in backward.
-        order = can[np.argsort(-self.first_use[can], kind="stable")]
+        by = -self.captured.step.gradient_tick if self.wanted.update_at == "backward" else self.first_use
+        order = np.argsort(-by, kind="stable")
         chosen = np.zeros(len(self.elements), bool)
-        wanted = share * float(self.elements.sum())
-        chosen[order] = cpu_part(
-            self.elements[order], wanted, evenly=self.wanted.cpu_order == "spread", lead=self.wanted.cpu_lead
-        )
+        if self.wanted.cpu_order != "spread":
+            own = order[can[order]]
+            chosen[own] = cpu_part(self.elements[own], share * float(self.elements.sum()), evenly=False)
+            return chosen
+        diffusion = Diffusion(share, int(self.elements[self.trained].sum()), lead=self.wanted.cpu_lead)
+        for place in order[self.trained[order]].tolist():
+            if diffusion.is_due(int(self.elements[place])) and can[place]:
+                diffusion.take(int(self.elements[place]))
+                chosen[place] = True
         return chosen
 
     def _below(self, on_cpu: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
