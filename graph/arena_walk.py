@@ -179,6 +179,9 @@ class ArenaWalk:
         self.updating: dict[int, int] = {}
         # The host's last task, and what its thread waits for before the next one.
         self.issued = self.synchronized = -1
+        # What the host has launched and may not have begun yet: tasks, each with its launches.
+        self.queued: deque[tuple[int, int]] = deque()
+        self.num_queued = 0
         self.position = 0
         self.horizon = 0
         self.num_unused_extents = 0
@@ -199,8 +202,15 @@ class ArenaWalk:
         self.num_rows = len(self.row_parameter)
 
     def _host(self, seconds: float) -> None:
-        """The host's thread is busy; what is enqueued after this cannot begin before."""
-        self.issued = self.tasks.add(Engine.HOST, seconds, (self.synchronized,), kind="host")
+        """The host's thread is busy; what is enqueued after this cannot begin before. It runs no farther ahead of the
+        device than the driver queues.
+        """
+        waits = [self.synchronized]
+        while self.num_queued > self.rates.queued_launches:
+            task, count = self.queued.popleft()
+            self.num_queued -= count
+            waits.append(task)
+        self.issued = self.tasks.add(Engine.HOST, seconds, waits[:1] + waits[-1:], kind="host")
         self.synchronized = -1
 
     def _compute(self, seconds: float, waits: list[int], kind: str, subject: int) -> int:
@@ -208,6 +218,10 @@ class ArenaWalk:
         self.owed.clear()
         self.last_compute = self.tasks.add(Engine.COMPUTE, seconds, waits, kind=kind, subject=subject)
         return self.last_compute
+
+    def _launched(self, task: int, num_launches: int) -> None:
+        self.queued.append((task, num_launches))
+        self.num_queued += num_launches
 
     def _wait_for_cpu(self, parameter: int) -> None:
         """The host's thread waits until the CPU has updated a weight that is wanted."""

@@ -114,6 +114,7 @@ class Schedule(ArenaWalk):
                 waits += self._use(self.row_parameter[row])
             self._host(self.rates.host_access_seconds)
             task = self._compute(seconds[tick], waits, "compute", parameters[0] if parameters else -1)
+            self._launched(task, self.rates.access_launches)
             marks.ticks.append(task)
             for parameter in parameters:
                 self._used(parameter, task)
@@ -320,6 +321,7 @@ class Schedule(ArenaWalk):
             task = self.tasks.add(Engine.BESIDE, seconds, waits, kind="update", subject=parameter)
         else:
             task = self._compute(seconds, [*waits, arrival], "update", parameter)
+        self._launched(task, self.rates.unit_launches)
         if held_slot:
             last = task
             if not self.keeps_states[parameter]:

@@ -102,6 +102,11 @@ class MachineRates:
     host_unit_seconds: float = 1e-3
     host_page_in_seconds: float = 0.1e-3
     host_eviction_seconds: float = 0.5e-3
+    # What the driver queues of a stream before a launch waits (assumed), and what an access and a unit of the update
+    # put there (counted: kernels and events of the preset models; docs/benchmarks.md).
+    queued_launches: int = 1024
+    access_launches: int = 6
+    unit_launches: int = 15
 
     def __post_init__(self) -> None:
         for field in fields(self):
