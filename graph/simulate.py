@@ -88,9 +88,8 @@ class SimulatedStep:
     ``stall_seconds``: by what the computation waited for, with nothing beside it. ``busy_seconds``, by what streams
     share: the device, each direction of the link. ``*_bytes``: over each link direction and each way of the disk.
     ``cpu_share``: of the elements. ``rest_seconds``: from the end of a step to the first gradient, as the host sees it,
-    without ``late_seconds`` in which it waited for the CPU's updates. ``cpu_alone_parameters_per_second``: of the CPU in
-    that time. ``num_without_home``: gradients that were the device's since none was free. ``bound`` is
-    `pager.graph.bound`'s, in seconds, where whoever simulated asked for it.
+    without ``late_seconds`` in which it waited for the CPU's updates. ``num_without_home``: gradients that were the
+    device's since no home was free. ``bound`` is `pager.graph.bound`'s, in seconds, where whoever simulated asked for it.
     """
 
     seconds: float
@@ -106,7 +105,6 @@ class SimulatedStep:
     dram_bytes: int
     cpu_share: float
     cpu_parameters_per_second: float
-    cpu_alone_parameters_per_second: float
     rest_seconds: float
     late_seconds: float
     num_without_home: int
@@ -244,16 +242,9 @@ class _Report:
                 late += max(float(timing.begin[task]) - free, 0.0)
             free = float(timing.end[task])
         before, first = self.schedule.steps[-2].link_rests, self.marks.first_gradient
-        rest = float(timing.end[first]) - (float(timing.end[before]) if before >= 0 else self.begin) - late
-        alone = 0.0
-        if before >= 0 and first >= 0:
-            (seconds, done), (later, done_later) = timing.cpu_done[before], timing.cpu_done[first]
-            alone = (done_later - done) / (later - seconds) if later > seconds else 0.0
-        return {
-            "rest_seconds": max(rest, 0.0) if first >= 0 else 0.0,
-            "late_seconds": late,
-            "cpu_alone_parameters_per_second": alone,
-        }
+        began = float(timing.end[before]) if before >= 0 else self.begin
+        rest = float(timing.end[first]) - began - late if first >= 0 else 0.0
+        return {"rest_seconds": max(rest, 0.0), "late_seconds": late}
 
     def _stalls(self) -> dict[str, float]:
         """Gaps in the computation, each by the last thing that it waited for; an update beside it waited itself."""

@@ -29,7 +29,7 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import numpy as np
@@ -174,15 +174,11 @@ class TaskList:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timing:
-    """When each task began and ended (float64 seconds per task).
-
-    ``cpu_done``: for each task that set a limit, the CPU's seconds at work and the parameters it had done by then.
-    """
+    """When each task began and ended (float64 seconds per task)."""
 
     begin: FloatArray
     end: FloatArray
     dram_bytes: float
-    cpu_done: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def run_tasks(tasks: TaskList, rates: MachineRates) -> Timing:
@@ -220,8 +216,6 @@ class Clock:
         self._end: list[float] = []
         self._speeds: dict[tuple[int, int], tuple[list[float], float]] = {}
         self._dram_bytes = 0.0
-        self._cpu_seconds = self._cpu_parameters = 0.0
-        self._cpu_done: dict[int, tuple[float, float]] = {}
 
     def run(self) -> Timing:
         """Let all tasks end."""
@@ -232,7 +226,6 @@ class Clock:
             begin=np.array(self._begin),
             end=np.array(self._end),
             dram_bytes=self._dram_bytes,
-            cpu_done=self._cpu_done,
         )
 
     def is_over(self, task: int, *, at: int) -> bool:
@@ -307,9 +300,6 @@ class Clock:
         step = min([left[task] / speed for task, speed in now_at])
         self.now += step
         self._dram_bytes += dram * step
-        if num_threads:
-            self._cpu_seconds += step
-            self._cpu_parameters += step * speeds[Engine.CPU_UPDATE]
         for task, speed in now_at:
             left[task] -= step * speed
             # What is left after rounding is far below a nanosecond's worth.
@@ -353,7 +343,6 @@ class Clock:
             self._idle.add(engine)
         if task in tasks.limits:
             self._limit, self._is_served = min(tasks.limits[task], self.rates.cpu_threads), False
-            self._cpu_done[task] = (self._cpu_seconds, self._cpu_parameters)
         edge = self._first[task]
         while edge >= 0:
             follower, edge = self._waiting[edge], self._next[edge]

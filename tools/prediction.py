@@ -271,7 +271,16 @@ class _CpuPart:
         self.streamed = 1 - float(self.step.num_elements[placing.keeps_states].sum()) / self.step.num_parameters
         self.fixed = {"device": 0.0, "cpu": 1.0}.get(wanted.update_on, wanted.cpu_share)
         # Of the last step; 0.0 before it.
-        self.per_second = self.alone = self.beside = self.rest_seconds = self.less = 0.0
+        self.per_second = self.rest_seconds = self.less = 0.0
+        # What the runtime finds while the link rests is taken to be the machine's rate. Where nobody knows when it
+        # rests, the rate of a whole step counts.
+        size = self.step.size
+        self.alone = machine.rates.cpu_update_parameters_per_second if wanted.update_at == "backward" else 0.0
+        self.beside = rate_beside_link(
+            self.alone,
+            element_bytes=2 * size.state + 5 * size.gradient,
+            link_bytes_per_second=machine.rates.link_both_bytes_per_second,
+        )
         self.share = self._balance() if self.fixed is None else self.fixed
 
     def _balance(self) -> float:
@@ -313,27 +322,19 @@ class _CpuPart:
         )
 
     def goes_on(self, result: SimulatedStep) -> bool:
-        """Learn from a step; whether the next one has another part, or other threads."""
-        if not self.share and self.fixed is not None:
+        """Learn from a step; whether the next one has another part."""
+        if self.fixed is not None:
             return False
-        threads, share = self._num_threads, self.share
+        share = self.share
         self.per_second, self.rest_seconds = result.cpu_parameters_per_second, result.rest_seconds
-        self.alone = result.cpu_alone_parameters_per_second
-        size = self.step.size
-        self.beside = rate_beside_link(
-            self.alone,
-            element_bytes=2 * size.state + 5 * size.gradient,
-            link_bytes_per_second=self.rates.link_both_bytes_per_second,
+        self.less = less_share(
+            self.less,
+            late_seconds=result.late_seconds,
+            elements_per_second=self.per_second,
+            num_elements=self.step.num_parameters,
         )
-        if self.fixed is None:
-            self.less = less_share(
-                self.less,
-                late_seconds=result.late_seconds,
-                elements_per_second=self.per_second,
-                num_elements=self.step.num_parameters,
-            )
-            self.share = self._balance()
-        return abs(self.share - share) >= _SAME_SHARE or self._num_threads != threads
+        self.share = self._balance()
+        return abs(self.share - share) >= _SAME_SHARE
 
 
 class _Placing:
