@@ -109,10 +109,10 @@ class MachineRates:
     unit_launches: int = 15
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for own in fields(self):
+            value = getattr(self, own.name)
             if not value > 0:
-                raise ValueError(f"{field.name} is {value}; a rate must be positive")
+                raise ValueError(f"{own.name} is {value}; a rate must be positive")
 
 
 class TaskList:
@@ -296,14 +296,14 @@ class Clock:
         now_at = [(self._running[engine], speeds[engine]) for engine in self._active]
         per_thread = speeds[Engine.CPU_UPDATE] / max(num_threads, 1)
         now_at += [(task, threads * per_thread) for task, threads in self._served]
-        left = self._left
-        step = min([left[task] / speed for task, speed in now_at])
+        remaining = self._left
+        step = min([remaining[task] / speed for task, speed in now_at])
         self.now += step
         self._dram_bytes += dram * step
         for task, speed in now_at:
-            left[task] -= step * speed
+            remaining[task] -= step * speed
             # What is left after rounding is far below a nanosecond's worth.
-            if left[task] <= 1e-9 * speed:
+            if remaining[task] <= 1e-9 * speed:
                 self._finish(task)
 
     def _start(self, engine: int) -> bool:
