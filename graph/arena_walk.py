@@ -78,8 +78,8 @@ class StepKnobs:
 
     With updates in backward: ``lent_bytes`` of gradients may wait for their updates beside it, and ``home_bytes`` of
     gradients may be at home for the CPU's (None: all). ``cpu_threads``: at the CPU's updates while the link has
-    something to do, None for all of them; while it rests it is all, if updates are in backward. ``cpu_slices``: into how
-    many an update of the CPU is cut, per parameter; None: one for each thread.
+    something to do, None for all of them; while it rests it is all, if updates are in backward. ``cpu_slices``: into
+    how many an update of the CPU is cut, per parameter; None: one for each thread.
     """
 
     update_at: str = "step"

@@ -88,8 +88,9 @@ class SimulatedStep:
     ``stall_seconds``: by what the computation waited for, with nothing beside it. ``busy_seconds``, by what streams
     share: the device, each direction of the link. ``*_bytes``: over each link direction and each way of the disk.
     ``cpu_share``: of the elements. ``rest_seconds``: from the end of a step to the first gradient, as the host sees it,
-    without ``late_seconds`` in which it waited for the CPU's updates. ``num_without_home``: gradients that were the
-    device's since no home was free. ``bound`` is `pager.graph.bound`'s, in seconds, where whoever simulated asked for it.
+    without ``late_seconds`` in which it waited for the CPU's updates. ``num_refused_elements``: of the CPU's part,
+    updated by the device since no home was free. ``bound`` is `pager.graph.bound`'s, in seconds, where whoever
+    simulated asked for it.
     """
 
     seconds: float
@@ -107,7 +108,7 @@ class SimulatedStep:
     cpu_parameters_per_second: float
     rest_seconds: float
     late_seconds: float
-    num_without_home: int
+    num_refused_elements: int
     waveform: Waveform
     hit_rate: float
     tasks: tuple[SimulatedTask, ...] = field(repr=False)
@@ -207,7 +208,7 @@ class _Report:
                 work[Engine.CPU_UPDATE] / busy[Engine.CPU_UPDATE] if busy[Engine.CPU_UPDATE] else 0.0
             ),
             **self._rest(),
-            num_without_home=self.marks.num_refused,
+            num_refused_elements=self.marks.num_refused_elements,
             waveform=self._waveform(),
             hit_rate=self.marks.hits / max(self.marks.hits + self.marks.misses, 1),
             tasks=self._tasks() if keep_tasks else (),

@@ -10,14 +10,14 @@ Of the runtime it keeps: parameters that stay or stream; batches of eviction; st
 ``update_at="step"`` (updates wait for their parameter's next use, gradients wait on the device or, where room is
 short, at home) and ``"backward"`` (each parameter is stepped as its gradient comes, the states of the next ones on
 their way; beside the compute where gradients may be lent, which then waits for the oldest loan of too many); slots on
-streams of their own; the CPU's part (gradient home, update in the order of the next uses, a parameter that stays is sent
-back; threads by whether the link rests); the host's time for each access and unit, that it waits for an update of the
-CPU whose parameter it uses, and that a loop reads its loss. It leaves out: that frames must stand side by side, pages at
-the ends of tensors, optimizers that cannot be cut into slices, accumulation. States on the disk stream through the
-slots too.
+streams of their own; the CPU's part (gradient home, update in the order of the next uses, a parameter that stays is
+sent back; threads by whether the link rests); the host's time for each access and unit, that it runs no farther ahead
+than the driver queues, waits for an update of the CPU whose parameter it uses, and that a loop reads its loss. It
+leaves out: that frames must stand side by side, pages at the ends of tensors, optimizers that cannot be cut into
+slices, accumulation. States on the disk stream through the slots too.
 
-One decision hangs on the clock, in the runtime and so here: a gradient that finds all homes lent to updates that the CPU
-has not done is the device's. ``is_over`` is asked for it.
+One decision hangs on the clock, in the runtime and so here: a gradient that finds all homes lent to updates that the
+CPU has not done is the device's. ``is_over`` is asked for it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StepMarks:
     # The host's tasks at which the link has something to do, and rests again.
     first_gradient: int = -1
     link_rests: int = -1
-    num_refused: int = 0
+    num_refused_elements: int = 0
     hits: int = 0
     misses: int = 0
 
@@ -196,7 +196,7 @@ class Schedule(ArenaWalk):
         self.homes = [home for home in self.homes if not self.is_over(home[0], at=self.issued)]
         if sum(lent for _, lent in self.homes) + num_bytes <= self.knobs.home_bytes:
             return True
-        self.steps[-1].num_refused += 1
+        self.steps[-1].num_refused_elements += self.elements[parameter]
         return False
 
     def _limit_threads(self, num_threads: int | None) -> int:

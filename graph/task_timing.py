@@ -9,8 +9,8 @@ running task proceeds at a constant rate:
   run, so that two streams compute no faster than one;
 - a direction of the link: its rate alone, or the lower rate each way while both directions run. Its two streams, that
   of pages and that of the update's slots, have half of that each while both copy;
-- the CPU's update: jobs are served as `pager.optim.cpu_pool` does, those first whose ``due`` is the smallest, by so many
-  threads as its limit allows and as the job has slices. A thread does its rate, all of them together theirs at most;
+- the CPU's update: jobs are served as `pager.optim.cpu_pool` does, those first whose ``due`` is the smallest, by as
+  many threads as its limit allows and as the job has slices. A thread does its rate, all together theirs at most;
 - disk and host: their own rates;
 - host DRAM: each byte over the link or the disk is one byte of it, each parameter updated on the CPU
   ``cpu_bytes_per_parameter``. Where the running tasks ask for more than it has, all of them slow down in proportion.

@@ -33,7 +33,9 @@ MACHINE = Machine()
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that was measured (docs/benchmarks.md): seconds, GB in and out, the CPU's share where it is known."""
+    """A step that was measured (docs/benchmarks.md): seconds; GB in and out, and the CPU's share as it was set, where
+    they are known. ``before``: what the simulator said that knew one stream a direction.
+    """
 
     model: str
     gib: int
@@ -41,23 +43,24 @@ class Measured:
     update_at: str
     update_on: str
     seconds: float
-    gb_in: float
-    gb_out: float
+    gb: float | None = None
     cpu_share: float | None = None
-    # Whom the CPU updated at that time.
-    cpu_order: str = "last used"
+    before: float | None = None
 
 
-# Compute alone, in the runtime, measured the same day.
-COMPUTE_SECONDS = {("3b", 1): 0.22, ("7b", 1): 0.45, ("7b", 8): 1.7}
+# Compute alone, in the runtime, with the recomputation.
+COMPUTE_SECONDS = {("3b", 1): 0.121, ("3b", 8): 0.834, ("7b", 1): 0.202, ("7b", 8): 1.594}
 
 MEASURED = (
-    Measured("7b", 24, 1, "backward", "auto", 1.185, 46, 46),
-    Measured("7b", 24, 8, "backward", "auto", 2.067, 48.3, 47.7, 0.434),
-    Measured("7b", 24, 1, "backward", "device", 1.46, 62, 62),
-    Measured("7b", 24, 1, "step", "device", 1.894, 75, 75),
-    Measured("3b", 12, 1, "backward", "device", 0.79, 33, 33),
-    Measured("3b", 12, 1, "backward", "auto", 0.765, 25, 25),  # 0.70 to 0.83 on machines of one kind
+    Measured("3b", 12, 1, "backward", "device", 0.756, 32.4, before=0.750),
+    Measured("3b", 12, 1, "backward", "auto", 0.70, before=0.759),
+    Measured("3b", 12, 8, "backward", "auto", 1.12, before=1.046),
+    Measured("7b", 24, 1, "backward", "device", 1.41, 61.9, before=1.411),
+    Measured("7b", 24, 1, "backward", "auto", 1.27, before=1.225),
+    Measured("7b", 24, 8, "backward", "device", 1.947, 74.5, before=2.255),
+    Measured("7b", 24, 8, "backward", "auto", 1.872, 65.4, 0.15, before=1.985),
+    Measured("7b", 24, 8, "backward", "auto", 1.796, 57.0, 0.25, before=1.971),
+    Measured("7b", 24, 8, "backward", "auto", 2.1, None, 0.45, before=1.984),
 )
 
 
@@ -77,7 +80,7 @@ def wanted(row: Measured, **knobs: Any) -> Wanted:
         "host_bytes": MACHINE.host_bytes,
         "update_at": row.update_at,
         "update_on": row.update_on,
-        "cpu_order": row.cpu_order,
+        "cpu_share": row.cpu_share,
         "compute_seconds": COMPUTE_SECONDS.get((row.model, row.batch)),
     }
     return Wanted(**(values | knobs))
@@ -94,16 +97,17 @@ def measured() -> list[dict[str, Any]]:
         step = predicted(row).step
         assert step is not None
         off = step.seconds / row.seconds - 1
-        known = f" ({row.cpu_share:.3f})" if row.cpu_share else ""
+        share = "-" if row.update_on == "device" else f"{step.cpu_share:.2f}"
         rows.append(
             [
                 f"{row.model}, {row.gib} GiB, batch {row.batch}",
-                f"{row.update_at}, {row.update_on}",
+                f"{row.update_at}, {row.update_on}" + (f" ({row.cpu_share})" if row.cpu_share else ""),
                 f"{row.seconds:.3f}",
+                f"{row.before:.3f}",
                 f"{step.seconds:.3f}",
                 f"{off:+.1%}",
-                f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f} ({row.gb_in:g}, {row.gb_out:g})",
-                f"{step.cpu_share:.3f}{known}",
+                f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f} ({row.gb or '-'})",
+                share,
                 ", ".join(
                     f"{cause} {seconds:.2f}" for cause, seconds in list(step.stall_seconds.items())[:2]
                 ),
@@ -112,15 +116,8 @@ def measured() -> list[dict[str, Any]]:
         lines.append(row.__dict__ | {"predicted": step.to_dict(), "off": off})
     show(
         [
-            *(
-                "step",
-                "`update_at`, `update_on`",
-                "measured s",
-                "predicted s",
-                "off",
-                "GB in, out (measured)",
-            ),
-            *("CPU's share (measured)", "waits for, s"),
+            *("step", "`update_at`, `update_on`", "measured s", "predicted before", "predicted now", "off"),
+            *("GB in, out (measured, each way)", "CPU's share", "waits for, s"),
         ],
         rows,
     )
@@ -154,7 +151,7 @@ VALUES = {
 def placement() -> list[dict[str, Any]]:
     lines, rows = [], []
     for model, gib, batch, update_at, update_on, knob in PLACEMENTS:
-        row = Measured(model, gib, batch, update_at, update_on, 0, 0, 0, cpu_order="spread")
+        row = Measured(model, gib, batch, update_at, update_on, 0.0)
         found = {value: predicted(row, **{knob: value}) for value in VALUES[knob]}
         cells = [
             f"{value} {prediction.seconds:.3f}" if prediction.seconds is not None else f"{value}: -"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pager.graph.arena_walk import Placement, StepKnobs
-from pager.graph.simulate import SimulatedStep
 from pager.policies.update_split import (
+    WAITING_SHARE,
     balanced_share,
     less_share,
     num_slices,
@@ -21,15 +21,18 @@ from pager.policies.update_split import (
 )
 
 if TYPE_CHECKING:
+    from pager.graph.simulate import SimulatedStep
+    from pager.graph.step_model import StepModel
+    from pager.graph.task_timing import MachineRates
+    from pager.policies.staying import BoolArray
     from pager.tools.prediction import Wanted
 
 __all__ = ["CpuPart"]
 
 # Of the elements: no other share than in the step before.
 _SAME_SHARE = 0.005
-# As `pager.optim.gradient_homes`: of the bytes of all gradients, and of the largest.
-_HOMES_SHARE = 6
-_LEAST_HOMES = 2
+# As `pager.optim.gradient_homes`: room for so many of the largest.
+_LEAST_GRADIENTS = 2
 
 
 class CpuPart:
@@ -44,6 +47,13 @@ class CpuPart:
         self.rates = dataclasses.replace(rates, cpu_bytes_per_parameter=float(step.size.cpu_update))
         self.streamed = 1 - float(step.num_elements[keeps_states].sum()) / step.num_parameters
         self.fixed = {"device": 0.0, "cpu": 1.0}.get(wanted.update_on, wanted.cpu_share)
+        gradients = np.where(step.gradient_tick >= 0, step.num_elements * step.size.gradient, 0)
+        self.home_bytes: int | None = None
+        self.waiting_share = 1.0
+        if wanted.update_at == "backward" and wanted.update_on == "auto":
+            total, largest = int(gradients.sum()), int(gradients.max())
+            self.home_bytes = max(int(WAITING_SHARE * total), _LEAST_GRADIENTS * largest)
+            self.waiting_share = self.home_bytes / max(total, 1)
         # Of the last step; 0.0 before it.
         self.per_second = self.rest_seconds = self.less = 0.0
         # What the runtime finds while the link rests is taken to be the machine's rate. Where nobody knows when it
@@ -67,6 +77,7 @@ class CpuPart:
             elements_per_second=self.beside if self.alone else self.per_second,
             alone_per_second=self.alone or self.per_second,
             rest_seconds=self.rest_seconds / self.step.num_parameters,
+            waiting_share=self.waiting_share,
         )
         return max(share - self.less, 0.0)
 
@@ -83,14 +94,12 @@ class CpuPart:
     def knobs(self, placement: Placement, lent_bytes: int) -> StepKnobs:
         """The knobs of a step with this part."""
         wanted, elements = self.wanted, self.step.num_elements
-        gradients = np.where(self.step.gradient_tick >= 0, elements * self.step.size.gradient, 0)
-        homes = max(int(gradients.sum()) // _HOMES_SHARE, _LEAST_HOMES * int(gradients.max()))
         part = int(elements[placement.on_cpu].sum())
         return StepKnobs(
             update_at=wanted.update_at,
             prefetch_extents=wanted.prefetch_extents,
             lent_bytes=lent_bytes,
-            home_bytes=homes if wanted.update_at == "backward" and wanted.update_on == "auto" else None,
+            home_bytes=self.home_bytes,
             cpu_threads=self._num_threads,
             cpu_slices=tuple(num_slices(n, part, self.rates.cpu_threads) for n in elements.tolist()),
         )
@@ -100,12 +109,14 @@ class CpuPart:
         if self.fixed is not None:
             return False
         share = self.share
-        self.per_second, self.rest_seconds = result.cpu_parameters_per_second, result.rest_seconds
+        self.per_second = result.cpu_parameters_per_second
+        self.rest_seconds = (result.rest_seconds + (self.rest_seconds or result.rest_seconds)) / 2
         self.less = less_share(
             self.less,
             late_seconds=result.late_seconds,
             elements_per_second=self.per_second,
             num_elements=self.step.num_parameters,
+            num_refused_elements=result.num_refused_elements,
         )
         self.share = self._balance()
         return abs(self.share - share) >= _SAME_SHARE

@@ -168,6 +168,8 @@ class CpuUpdates:
             elements_per_second=beside,
             alone_per_second=alone,
             rest_seconds=rates.rest_seconds / total,
+            # Gradients that wait in step() have homes of their own.
+            waiting_share=self._gradient_homes.share if rates.knows_rest else 1.0,
         )
         return max(share - rates.less, 0.0)
 
@@ -241,6 +243,7 @@ class CpuUpdates:
         if count is None:
             return False
         if not is_kept and not (self._gradient_homes.lend(slot) and self._is_at_home(slot)):
+            self.rates.was_refused(binding.segment.num_elements)
             return False
         # All that can go wrong comes before anything changes.
         pool = self._threads()

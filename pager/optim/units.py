@@ -55,13 +55,14 @@ class Progress:
     new_scalars: dict[str, Any] | None = None
     scale: Scale | None = None
 
-    def keep_scalars(self, adopted: AdoptedOptimizer) -> None:
-        """Remember the state's values that are not paged."""
+    def keep_scalars(self, adopted: AdoptedOptimizer, *, copied: bool = True) -> None:
+        """Remember the state's values that are not paged. ``copied``: they may change before the units have run."""
         paged = adopted.paged_states(self.binding)
         live = adopted.optimizer.state.get(self.binding.tensor, {})
         self.is_fresh = not live
         self.keys = [key for key in live if key != LOW]
-        self.scalars = _cloned({key: live[key] for key in self.keys if key not in paged})
+        scalars = {key: live[key] for key in self.keys if key not in paged}
+        self.scalars = _cloned(scalars) if copied else scalars
 
     def state_of(self, paged: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """A state dict to be stepped: these tensors, and copies of what is not paged, in the user's order."""

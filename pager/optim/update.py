@@ -187,12 +187,14 @@ class Update:
         return self.adopt_units(group_index, binding, units)
 
     def adopt_units(self, group_index: int, binding: Binding, units: list[StreamedUnit]) -> bool:
-        """Let units that were made ahead be those of this step; False if it would cut the parameter otherwise."""
+        """Let units that were made ahead be those of this step, which does not wait; False if it would cut the
+        parameter otherwise.
+        """
         made = units[0].progress
         progress = self._progress(group_index, binding, len(units))
         if made.num_units != len(units) or made.depends_on != progress.depends_on or self.writes_gradients:
             return False
-        progress.keep_scalars(self.adopted)
+        progress.keep_scalars(self.adopted, copied=False)
         for unit in units:
             unit.progress = progress
         return True
