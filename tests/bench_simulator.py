@@ -1,6 +1,6 @@
 """Predictions beside measurements, placements beside each other, and machines for large models: docs/benchmarks.md.
 
-    python tests/bench_simulator.py measured|placement|scale [--out FILE]
+    python tests/bench_simulator.py measured|streams|launches|placement|scale [--out FILE]
 
 No GPU: everything is simulated, for one H200 whose rates were measured. Prints tables; ``--out`` appends JSON lines.
 """
@@ -8,21 +8,33 @@ No GPU: everything is simulated, for one H200 whose rates were measured. Prints 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import resource
+import statistics
 import sys
 import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pager
+from pager.device.base import Stream
+from pager.optim.streamed import StreamedUnit
+from pager.tools import cpu_part, placing
 from pager.tools.captured import CapturedModel, capture_model
+from pager.tools.language_model import make_model
 from pager.tools.machine import Machine
+from pager.tools.model_sizes import ModelSizes
 from pager.tools.model_source import load_model
 from pager.tools.plan import make_plan_of
 from pager.tools.prediction import Prediction, Wanted, predict
@@ -122,6 +134,119 @@ def measured() -> list[dict[str, Any]]:
         rows,
     )
     return lines
+
+
+STREAMS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "2026-11-30-streams.jsonl"
+
+
+def streams() -> list[dict[str, Any]]:
+    """The steps with updates beside the backward, or not, as they were set by hand: on five threads, as it was then."""
+    lines, rows = [], []
+    measured_lines = [json.loads(line) for line in STREAMS.read_text(encoding="utf-8").splitlines()]
+    for line in measured_lines:
+        if line["build"] != "slots on streams of their own":
+            continue
+        model, gib, batch = line["model"], int(line["budget"].removesuffix("GiB")), line["batch"]
+        row = Measured(model, gib, batch, "backward", "auto", statistics.median(line["seconds"]))
+        with (
+            mock.patch.object(placing, "is_worth_lending", return_value=line["beside"]),
+            mock.patch.object(cpu_part, "num_threads_beside_link", return_value=5),
+        ):
+            step = predicted(row, cpu_share=line["share"]).step
+        assert step is not None
+        moved = f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f}"
+        rows.append(
+            [
+                f"{model}, {gib} GiB, batch {batch}",
+                "beside" if line["beside"] else "compute stream",
+                f"{line['share']}",
+                f"{row.seconds:.3f}",
+                f"{step.seconds:.3f}",
+                f"{step.seconds / row.seconds - 1:+.1%}",
+                f"{moved} ({line['in_GB']}, {line['out_GB']})",
+            ]
+        )
+        lines.append(line | {"predicted": step.to_dict()})
+    show(["step", "updates", "share", "measured s", "predicted s", "off", "GB in, out (measured)"], rows)
+    return lines
+
+
+def launches() -> list[dict[str, Any]]:
+    """What an access and a unit of the update put on the compute stream: kernels (calls that make no view), events."""
+    sizes = ModelSizes(hidden=128, layers=4, heads=4, ffn=384, vocabulary=512, dtype="bfloat16")
+    model = make_model(sizes, seed=0)
+    tokens = torch.randint(512, (2, 1, 64))
+    with _Calls() as calls:
+        model(tokens[0], tokens[1])
+    accesses = 7 * sizes.layers + 2
+    found = {"kernels_an_access": calls.number / accesses}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    budget = sum(param.numel() for param in model.parameters()) * 6
+    knobs: dict[str, Any] = {"page_size": "16KiB", "master": "float32", "update_at": "backward"}
+    pager.manage(
+        model, optimizer, device="cpu", device_budget=budget, example_inputs=(tokens[0], tokens[1]), **knobs
+    )
+    units = kernels = events = 0
+    original, wait, record = StreamedUnit.run, Stream.wait, Stream.record
+
+    def run(unit: StreamedUnit, update: Any) -> None:
+        nonlocal units, kernels
+        with _Calls() as calls:
+            original(unit, update)
+        units, kernels = units + 1, kernels + calls.number
+
+    def counted(call: Any) -> Any:
+        def wrapped(stream: Stream, *arguments: Any, **named: Any) -> Any:
+            nonlocal events
+            events += stream.name == "compute"
+            return call(stream, *arguments, **named)
+
+        return wrapped
+
+    for number in range(4):
+        with contextlib.ExitStack() as stack:
+            if number == 3:
+                stack.enter_context(mock.patch.object(StreamedUnit, "run", run))
+                stack.enter_context(mock.patch.object(Stream, "wait", counted(wait)))
+                stack.enter_context(mock.patch.object(Stream, "record", counted(record)))
+            model(tokens[0], tokens[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # Among the calls are some of the simulated device's copies, which are on other streams.
+    found |= {"calls_a_unit": kernels / units, "events_a_unit": events / units}
+    show(list(found), [[f"{value:.1f}" for value in found.values()]])
+    return [found]
+
+
+class _Calls(TorchDispatchMode):
+    """Counts calls that compute something."""
+
+    views = frozenset(
+        (
+            *(
+                "view",
+                "_unsafe_view",
+                "alias",
+                "detach",
+                "expand",
+                "t",
+                "transpose",
+                "permute",
+                "slice",
+                "select",
+            ),
+            *("split", "unbind", "as_strided", "unsqueeze", "squeeze", "set_", "resize_", "lift_fresh"),
+            *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size"),
+        )
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func._schema.name.split("::")[1] not in self.views
+        return func(*args, **(kwargs or {}))
 
 
 # Model, cap, batch, update_at, update_on; the knob that is compared, its values.
@@ -262,13 +387,22 @@ def scale() -> list[dict[str, Any]]:
     return lines
 
 
+BENCHES = {
+    "measured": measured,
+    "streams": streams,
+    "launches": launches,
+    "placement": placement,
+    "scale": scale,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("measured", "placement", "scale"))
+    parser.add_argument("what", choices=tuple(BENCHES))
     parser.add_argument("--out")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    lines = {"measured": measured, "placement": placement, "scale": scale}[arguments.what]()
+    lines = BENCHES[arguments.what]()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sys.stderr.write(f"{time.perf_counter() - began:.1f} s, {peak / GIB:.2f} GiB\n")
     if arguments.out:
