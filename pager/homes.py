@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from pager.tiers.disk_file import DiskFile
 from pager.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
+    from pager.config import Config
     from pager.tiers.host_arena import HostArena
 
 logger = logging.getLogger("pager.homes")
@@ -251,17 +251,18 @@ class Homes:
             if self._planned.get((w.kind, w.name)) == Home.DISK
         )
 
-    def open_disk(self, folder: str | Path | None, budget_bytes: int, *, checksum: bool) -> DiskFile | None:
-        """Open the third tier, without a frame yet, where there is a ``folder``. Raises ConfigError."""
-        if folder is not None:
+    def open_disk(self, config: Config, budget: int) -> DiskFile | None:
+        """Open the third tier of so many bytes, without a frame yet, if it has a folder. Raises ConfigError."""
+        if config.disk is not None:
             try:
+                checks, level = config.checks.happens_before, config.compression_level
                 self._disk = DiskFile(
-                    folder, self._page_size, 0, checksum=checksum, budget_bytes=budget_bytes
+                    config.disk, self._page_size, 0, checksum=checks, compression=level, budget_bytes=budget
                 )
             except TierIOError as error:
                 why = str(error.strerror).removeprefix("disk: ")
                 raise ConfigError(
-                    f"disk={str(folder)!r}: {why}. Name a folder where this user may make files"
+                    f"disk={str(config.disk)!r}: {why}. Name a folder where this user may make files"
                 ) from error
         return self._disk
 

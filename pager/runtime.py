@@ -130,7 +130,7 @@ class Runtime:
         self.homes = Homes(self.space, self.table, self.host, None, page_size)
         self.host_cap = HostCap(host_budget, self.homes)
         disk_bytes = bill.disk_room(config)
-        self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
+        self.disk = self.homes.open_disk(config, disk_bytes)
         if self.disk is not None:
             undo.callback(self.disk.close)
         wires = bill.may_wire(config, wanted, self.budget)

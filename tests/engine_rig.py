@@ -26,6 +26,7 @@ from pager.tiers.device_arena import DeviceArena
 from pager.tiers.disk_file import DiskFile
 from pager.tiers.disk_probe import RingShape
 from pager.tiers.host_arena import HostArena
+from pager.tiers.page_packer import PagePacker
 
 PAGE = 4096
 Bytes = npt.NDArray[np.uint8]
@@ -51,9 +52,11 @@ class Rig:
         ring: tuple[int, int] = (16, 4),
         num_threads: int = 3,
         spare_pages: int = 0,
+        packs: bool = False,
     ) -> None:
         """``disk_inline``: see `pager.engine.disk_workers`; None: threads. ``ring``: frames of a slot, and slots.
-        ``spare_pages``: what may be kept in host memory when the disk fails.
+        ``spare_pages``: what may be kept in host memory when the disk fails. ``packs``: pages go to the disk
+        compressed, in blocks so small that pages as small as these are worth it.
         """
         homes = homes or [Home.HOST] * len(sizes)
         self.device = device or SimulatedDevice(streams, check_races=check_races, skip_wait=skip_wait)
@@ -63,7 +66,11 @@ class Rig:
         frames = sum(-(-size // PAGE) for size in sizes)
         self.host = HostArena(PAGE, self.device, frames * PAGE)
         self.host.grow(frames)
-        self.disk = FaultyTier(DiskFile(disk_folder, PAGE, frames, checksum=True)) if disk_folder else None
+        self.disk: FaultyTier | None = None
+        if disk_folder:
+            file = DiskFile(disk_folder, PAGE, frames, checksum=True, direct=not packs)
+            file._packer = PagePacker(PAGE, frames, 1, block_bytes=PAGE // 16) if packs else None
+            self.disk = FaultyTier(file)
         self.arena = DeviceArena(self.device, PAGE, arena_frames * PAGE)
         self.arena.add_slab(arena_frames)
         self.transfers = Transfers(

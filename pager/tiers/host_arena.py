@@ -217,15 +217,17 @@ class HostArena:
         offset = (first_frame - piece.begin) * self.page_size
         return piece.memory[offset : offset + num_bytes]
 
-    def read(self, first_frame: int, out: torch.Tensor) -> None:
-        """Copy from the frames into ``out`` (contiguous 1-D uint8 on the CPU) on the calling thread."""
+    def read(self, first_frame: int, out: torch.Tensor) -> int:
+        """Copy from the frames into ``out`` (contiguous 1-D uint8 on the CPU) on the calling thread; its bytes."""
         check_host_bytes(out, "out")
         out.copy_(self.view(first_frame, out.numel()))
+        return out.numel()
 
-    def write(self, first_frame: int, data: torch.Tensor) -> None:
-        """Copy ``data`` (contiguous 1-D uint8 on the CPU) into the frames on the calling thread."""
+    def write(self, first_frame: int, data: torch.Tensor) -> int:
+        """Copy ``data`` (contiguous 1-D uint8 on the CPU) into the frames on the calling thread; its bytes."""
         check_host_bytes(data, "data")
         self.view(first_frame, data.numel()).copy_(data)
+        return data.numel()
 
     def close(self) -> None:
         """Unlock everything and let go of it. Views still alive keep their piece mapped. Idempotent."""

@@ -66,6 +66,7 @@ class EngineModel(RuleBasedStateMachine):
         disk=st.sampled_from(["late", "early"]),
         ring=st.tuples(st.integers(1, 3), st.integers(2, 4)),
         spare_pages=st.sampled_from([0, 3, 100]),
+        packs=st.booleans(),
     )
     def start(
         self,
@@ -77,6 +78,7 @@ class EngineModel(RuleBasedStateMachine):
         disk: str,
         ring: tuple[int, int],
         spare_pages: int,
+        packs: bool,
     ) -> None:
         """All segments are EMPTY but the wired one."""
         self.folder = tempfile.TemporaryDirectory()
@@ -90,7 +92,9 @@ class EngineModel(RuleBasedStateMachine):
             disk_inline=disk,
             ring=ring,
             spare_pages=spare_pages,
+            packs=packs,
         )
+        self.packs = packs
         self.newest: dict[int, Bytes | None] = dict.fromkeys(range(len(SEGMENTS)))
         self.held: list[Held] = []
         self.distance = distance
@@ -123,8 +127,8 @@ class EngineModel(RuleBasedStateMachine):
     # -- helpers -----------------------------------------------------------------------------------------------
 
     def value(self, index: int, seed: int) -> Bytes:
-        """Random bytes for a segment."""
-        return make_values(SEGMENTS[index][0], seed)
+        """Random bytes for a segment; of each half a byte where the disk is to have something to compress."""
+        return make_values(SEGMENTS[index][0], seed) & np.uint8(0x0F if self.packs else 0xFF)
 
     def holds(self, index: int) -> bool:
         """Whether a lease of the segment's present value is alive."""
