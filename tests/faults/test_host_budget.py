@@ -129,8 +129,8 @@ def test_the_process_shrinks_when_the_budget_does_and_grows_again(tmp_path: Path
     found, stayed = results["lower"], results["stay"]
     assert found["values"] == stayed["values"]
     assert found["budget_low"] == found["asked"] == found["full"][-1] - 150 * 2**20
-    # The disk's buffers, 80 MiB, are new: they had to be made up for by further homes. How many of them the kernel counts
-    # when the homes move depends on how far the disk's threads have come.
+    # The disk's buffers, 80 MiB, are new: they had to be made up for by further homes. How many of them the kernel
+    # counts when the homes move depends on how far the disk's threads have come.
     assert found["host_full"] - found["host_low"] > 150 * 2**20, found
     assert found["locked_low"] == found["host_low"]
     assert max(found["low"]) <= found["asked"], found
