@@ -250,6 +250,8 @@ class HostArena:
                     )
                 )
             self._pieces.update((piece.begin, piece) for piece in pieces)
+        # All of it is locked anew, so a copy of what stays is as wrong as one of a hole.
+        self._device.host_touch(Region("host", whole_piece.begin, whole_piece.end), write=True)
         if whole_piece.is_registered:
             self._device.unregister_host(whole_piece.memory.data_ptr())
         released, at = 0, whole_piece.begin
@@ -258,7 +260,6 @@ class HostArena:
             (whole_piece.end, whole_piece.end),
         ]:
             if first > at:
-                self._device.host_touch(Region("host", at, first), write=True)
                 offset = (at - whole_piece.begin) * self.page_size
                 released += whole_piece.drop_pages(offset, (first - at) * self.page_size)
             at = end

@@ -7,18 +7,22 @@ import torch
 
 from pager.optim.together import clone_all, copy_all
 
-KINDS = {
-    "fp32": torch.arange(6.0),
-    "bf16": torch.linspace(-3, 3, 7, dtype=torch.bfloat16),
-    "scalar": torch.tensor(3.0),
-    "integers": torch.arange(4),
-    "transposed": torch.arange(12.0).view(3, 4).t(),
-    "a view": torch.arange(12.0)[3:9:2],
-    "nothing": torch.empty(0),
-    "not a number": torch.tensor([float("nan"), float("inf"), -0.0]),
-    "sparse": torch.eye(3).to_sparse(),
-    "parameter": torch.nn.Parameter(torch.ones(5)),
-}
+
+# Made anew for each test: other tests look at all tensors that there are.
+def kinds() -> dict[str, torch.Tensor]:
+    """Tensors of all kinds, by name."""
+    return {
+        "fp32": torch.arange(6.0),
+        "bf16": torch.linspace(-3, 3, 7, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3.0),
+        "integers": torch.arange(4),
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "a view": torch.arange(12.0)[3:9:2],
+        "nothing": torch.empty(0),
+        "not a number": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "sparse": torch.eye(3).to_sparse(),
+        "parameter": torch.nn.Parameter(torch.ones(5)),
+    }
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -28,7 +32,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def test_clones_are_equal_and_their_own() -> None:
-    originals = list(KINDS.values())
+    originals = list(kinds().values())
     clones = clone_all(originals)
     for original, clone in zip(originals, clones, strict=True):
         assert same(original, clone)
@@ -40,22 +44,22 @@ def test_clones_are_equal_and_their_own() -> None:
 
 
 def test_clones_of_another_dtype() -> None:
-    originals = [KINDS[name].detach() for name in ("fp32", "bf16", "scalar", "sparse", "transposed")]
+    originals = [kinds()[name].detach() for name in ("fp32", "bf16", "scalar", "sparse", "transposed")]
     for original, clone in zip(originals, clone_all(originals, dtype=torch.float32), strict=True):
         assert same(original.float(), clone)
 
 
 def test_each_target_takes_its_source_and_counts_it_as_a_write() -> None:
-    sources = [tensor.detach() for tensor in KINDS.values()]
+    sources = [tensor.detach() for tensor in kinds().values()]
     targets = [torch.zeros_like(source) for source in sources]
-    with_other_dtype = (torch.zeros(6, dtype=torch.bfloat16), KINDS["fp32"])
-    expanded = (torch.zeros(2, 6), KINDS["fp32"])
+    with_other_dtype = (torch.zeros(6, dtype=torch.bfloat16), kinds()["fp32"])
+    expanded = (torch.zeros(2, 6), kinds()["fp32"])
     pairs = [*zip(targets, sources, strict=True), with_other_dtype, expanded]
     before = [target._version for target, _ in pairs]
     copy_all(pairs)
     assert all(same(target, source) for target, source in zip(targets, sources, strict=True))
-    assert same(with_other_dtype[0], KINDS["fp32"].bfloat16())
-    assert same(expanded[0], KINDS["fp32"].expand(2, 6))
+    assert same(with_other_dtype[0], kinds()["fp32"].bfloat16())
+    assert same(expanded[0], kinds()["fp32"].expand(2, 6))
     assert all(target._version > version for (target, _), version in zip(pairs, before, strict=True))
 
 
