@@ -48,8 +48,8 @@ class HomeMoves:
 
     @contextlib.contextmanager
     def standstill(self) -> Iterator[None]:
-        """No copy from or to a home is under way, nor a write to the disk, and pagerd begins none. Raises TierError if
-        the disk does not take what it was given before: then nothing has changed.
+        """The CPU is at no update, the disk at no write, and pagerd begins no copy. Raises TierError if the disk does
+        not take what it was given before: then nothing has changed.
         """
         self._pagerd.pause()
         try:
@@ -57,12 +57,19 @@ class HomeMoves:
             self._settle([b for b in list(self._mmu.bindings.values()) if isinstance(b.pending, Job)])
             self._engine.drain()
             self._engine.transfers.settle()
-            device = self._engine.device
-            for stream in (device.current_stream(), *device.own_streams):
-                stream.synchronize()
             yield
         finally:
             self._pagerd.resume()
+
+    def release(self) -> int:
+        """Give the system back what no home is in, also page-locked memory between homes; the bytes of it. Inside
+        ``standstill``.
+        """
+        # Updates that were done for what moves have left copies under way, also from and to what stays.
+        device = self._engine.device
+        for stream in (device.current_stream(), *device.own_streams):
+            stream.synchronize()
+        return self._homes.release_host(locked=True)
 
     # -- to the disk -------------------------------------------------------------------------------
 

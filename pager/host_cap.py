@@ -201,14 +201,14 @@ class HostCap:
         with moves.standstill():
             try:
                 for _ in range(_MOST_ROUNDS):
-                    self._homes.release_host(locked=True)
+                    moves.release()
                     excess = self._taken() - int(HIGH * wanted)
                     moved = moves.to_disk(excess) if excess > 0 else 0
                     moved_bytes += moved
                     if not moved:
                         break
             finally:
-                self._homes.release_host(locked=True)
+                moves.release()
         if self._taken() > wanted:
             self._give_back(f"host_budget is to be {format_bytes(wanted)}", wanted)
         return moved_bytes

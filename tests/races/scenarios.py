@@ -365,12 +365,12 @@ def give_host_memory_back_with_a_page_in_under_way(skip: Skip, folder: Path) -> 
     runtime.engine.evict_segments(runtime.engine.space.segments)
     moves = runtime.host_cap.moves
     assert moves is not None
-    with moves.standstill():  # what it waits for first is not what is tried here
+    with moves.standstill():
         assert moves.to_disk(1) > 0
     assert runtime.table.home[segment.first_page] == Home.HOST
     assert runtime.engine.prefetch(segment, 0, segment.num_pages, ticks_ahead=0)
     with moves.standstill():
-        assert runtime.homes.release_host(locked=True) > 0
+        assert moves.release() > 0
     check_tensors([weight.detach()], [expected], "the weight beside the hole")
     handle_of(model).close()
 
