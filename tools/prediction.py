@@ -158,7 +158,7 @@ def predict(
         beside += lent_gradient_bytes(captured.activation_bytes, max(budget.arena_bytes(beside), 0))
     arena = max(budget.arena_bytes(beside), 0)
     known["arena_bytes"] = arena
-    least_slot = captured.page_size // step.size.gradient * (step.size.gradient + step.size.state)
+    least_slot = captured.page_size // step.size.gradient * step.size.staged(wanted.update_at)
     num_slots, slot_bytes = share_arena(
         arena,
         captured.page_size,

@@ -29,7 +29,7 @@ from pager.tiers.device_arena import merge_fence
 from pager.tiers.disk_probe import DEFAULT_DEPTH, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pager.address_space import Segment
     from pager.device.base import Device, Event, Stream
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 # One copy of 16 MiB reaches 54.6 of 55.1 GB/s (DESIGN, section 5); larger ones only delay the first event.
 EXTENT_BYTES = 16 * 2**20
+_NO_EVENTS: Fence = {}
 
 
 class Transfers:
@@ -133,7 +134,7 @@ class Transfers:
                     assert self._disk is not None
                     jobs.append(self._disk.begin_page_in(run, frame, urgent=urgent, then=then))
             self._page_in_from_host(
-                [run for run, (home, _) in zip(runs, homes, strict=True) if home == Home.HOST],
+                [(run, frame) for run, (home, frame) in zip(runs, homes, strict=True) if home == Home.HOST],
                 stream or self._device.h2d,
             )
             done = True
@@ -149,32 +150,37 @@ class Transfers:
         self._disk.join(job, stalls=stalls)
 
     @whole
-    def _page_in_from_host(self, runs: Sequence[Run], stream: Stream) -> None:
-        """The copies and the event that tells of them are one act for a signal's handler."""
-        if not runs:
+    def _page_in_from_host(self, found: Sequence[tuple[Run, int]], stream: Stream) -> None:
+        """Runs, each with the first frame of its home. The copies and the event that tells of them are one act for a
+        signal's handler.
+        """
+        if not found:
             return
         before: Fence = {}
-        for run in runs:
+        for run, _ in found:
             merge_fence(before, run.fence)
-            merge_fence(before, self._home_written.get(run.segment.index, {}))
+            merge_fence(before, self._home_written.get(run.segment.index, _NO_EVENTS))
         for event in before.values():
             stream.wait(event)
-        for run in runs:
+        for run, home_frame in found:
             # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
-            source, reads = self._host_side(self._home(run)[1], run.num_bytes)
-            target, writes = self._device_side(run.frame, run.num_bytes)
+            num_bytes = run.num_bytes
+            source, reads = self._host_side(home_frame, num_bytes)
+            target, writes = self._device_side(run.frame, num_bytes)
             stream.copy(target, source, reads=reads, writes=writes)
         ready = stream.record()
-        for run in runs:
+        for run, _ in found:
             run.ready = ready
-            self._note(self._home_read, run.segment, ready)
+        self._note(self._home_read, [run.segment for run, _ in found], ready)
 
-    def _note(self, events: dict[int, Fence], segment: Segment, event: Event) -> None:
-        """One more access to a home. What another thread noted meanwhile, of other pages on another stream, stays."""
+    def _note(self, events: dict[int, Fence], segments: Iterable[Segment], event: Event) -> None:
+        """One more access to homes. What another thread noted meanwhile, of other pages on another stream, stays."""
+        newest = {event.stream.index: event}
         with self._lock:
-            fence = dict(events.get(segment.index, {}))
-            merge_fence(fence, {event.stream.index: event})
-            events[segment.index] = fence
+            for segment in segments:
+                fence = dict(events.get(segment.index, _NO_EVENTS))
+                merge_fence(fence, newest)
+                events[segment.index] = fence
 
     # -- device -> home ----------------------------------------------------------------------------
 
@@ -195,7 +201,8 @@ class Transfers:
 
         A copy and the event that tells of it are one act for a signal's handler.
         """
-        if stream is None or any(self._home(run)[0] != Home.HOST for run in runs):
+        homes = [self._home(run) for run in runs]
+        if stream is None or any(home != Home.HOST for home, _ in homes):
             stream = self._device.d2h
         before: Fence = {}
         for run in runs:
@@ -203,29 +210,28 @@ class Transfers:
             merge_fence(before, self._home_accesses(run.segment))
         for event in before.values():
             stream.wait(event)
-        num_bytes = 0
-        at_home: list[Run] = []
-        for run in runs:
-            num_bytes += run.num_bytes
-            home, home_frame = self._home(run)
+        total = 0
+        at_home: list[Segment] = []
+        for run, (home, home_frame) in zip(runs, homes, strict=True):
+            num_bytes = run.num_bytes
+            total += num_bytes
             if home == Home.HOST:
-                source, reads = self._device_side(run.frame, run.num_bytes)
-                target, writes = self._host_side(home_frame, run.num_bytes)
+                source, reads = self._device_side(run.frame, num_bytes)
+                target, writes = self._host_side(home_frame, num_bytes)
                 stream.copy(target, source, reads=reads, writes=writes)
-                at_home.append(run)
+                at_home.append(run.segment)
             else:
                 assert self._disk is not None
                 self._disk.page_out(run, home_frame, stalls=stalls, must=must)
         event = stream.record()
-        for run in at_home:
-            self._note(self._home_written, run.segment, event)
-        self._counters.add(page_out_bytes=num_bytes)
+        self._note(self._home_written, at_home, event)
+        self._counters.add(page_out_bytes=total)
         return event
 
     def _home_accesses(self, segment: Segment) -> Fence:
         """The last copies from and to a home in host memory: who writes it waits for them."""
-        fence = dict(self._home_written.get(segment.index, {}))
-        merge_fence(fence, self._home_read.get(segment.index, {}))
+        fence = dict(self._home_written.get(segment.index, _NO_EVENTS))
+        merge_fence(fence, self._home_read.get(segment.index, _NO_EVENTS))
         return fence
 
     # -- the host's own access to homes ------------------------------------------------------------
@@ -265,7 +271,7 @@ class Transfers:
         d2h.copy(target, raw, reads=None, writes=writes)
         self._counters.add(page_out_bytes=segment.num_bytes)
         event = d2h.record()
-        self._note(self._home_written, segment, event)
+        self._note(self._home_written, [segment], event)
         self._sent.append((event, source))
 
     def forget_sent(self) -> None:
@@ -287,7 +293,7 @@ class Transfers:
         h2d.copy(target, source, reads=reads, writes=writes)
         self._counters.add(page_in_bytes=run.num_bytes)
         event = h2d.record()
-        self._note(self._home_read, run.segment, event)
+        self._note(self._home_read, [run.segment], event)
         return event
 
     def read_disk_home(self, segment: Segment) -> torch.Tensor:
