@@ -9,8 +9,9 @@ ordinal), since nobody knows beforehand what the optimizer calls them.
 
 Wired (home on the device): everything, where everything fits; else parameters, up to half of the arena, since
 a parameter that streams crosses the link four times a step and a state twice. The other half is what
-streaming needs to run ahead. Gradients come and go and would leave holes between wired runs, so they are
-wired never; where there is no pressure nothing moves them either.
+streaming needs to run ahead. Where host memory does not hold the rest, as many parameters more as streaming can do
+without: a disk is slower than the link by an order of magnitude. Gradients come and go and would leave holes between
+wired runs, so they are wired never; where there is no pressure nothing moves them either.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pager.errors import BudgetError, TierFull
 from pager.home_frames import HomeFrames
 from pager.page_table import Home, PageTable
 from pager.policies.placement import PlacementError, place
+from pager.policies.staying import share_arena
 from pager.units import ceil_div, format_at_least, format_bytes
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
 # What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into
 # slices: the tensor, its gradient, two states.
 _UPDATE_TENSORS = 4
+_STREAMING_SHARE = 16
 # States are wired only where as many of the largest tensor stay free: what does not fill an arena's slabs.
 _FREE_TENSORS = 8
 
@@ -52,6 +55,18 @@ class Wanted(NamedTuple):
     kind: str
     name: str
     num_bytes: int
+
+
+def _spare(arena_bytes: int, largest_bytes: int) -> int:
+    """Of the arena, what may be wired while streaming runs ahead."""
+    return max(min(arena_bytes // 2 - largest_bytes, arena_bytes - _UPDATE_TENSORS * largest_bytes), 0)
+
+
+def _most_spare(arena_bytes: int, largest_bytes: int, page_size: int) -> int:
+    """Of the arena, what may be wired where streaming gets no more than it needs."""
+    num_slots, slot_bytes = share_arena(arena_bytes, page_size, least_slot_bytes=page_size)
+    needed = max(_UPDATE_TENSORS * largest_bytes, arena_bytes // _STREAMING_SHARE) + num_slots * slot_bytes
+    return max(arena_bytes - needed, 0)
 
 
 def state_name(parameter: str, ordinal: int) -> str:
@@ -98,13 +113,22 @@ class Homes(HomeFrames):
         may_wire = np.array(
             [w.kind == "parameter" or (w.kind == "state" and self._wires_states) for w in wanted], bool
         )
-        spare = max(min(arena_bytes // 2 - largest, arena_bytes - _UPDATE_TENSORS * largest), 0)
-        wire_bytes = (arena_bytes if everything_fits else spare) if wires else 0
+        wire_bytes = (arena_bytes if everything_fits else _spare(arena_bytes, largest)) if wires else 0
+        if not everything_fits:
+            lacking = total - wire_bytes - host_bytes
+            most = _most_spare(arena_bytes, largest, self._page_size)
+            wire_bytes = max(wire_bytes, min(wire_bytes + lacking, most))
         # Wired first, among those that may be; the rest is placed on the tiers below.
         homes = np.full(len(wanted), int(Home.HOST), np.int64)
         wired = self._place(wanted, sizes, may_wire, device=wire_bytes, host=total, disk=0)
         homes[np.flatnonzero(may_wire)[wired == int(Home.DEVICE)]] = int(Home.DEVICE)
         self._plan_below(wanted, sizes, homes, what="training state", host=host_bytes, disk=disk_bytes)
+
+    def lacks_room(self, wanted: Sequence[Wanted], *, arena_bytes: int, host_bytes: int) -> bool:
+        """Whether device and host together do not hold all, with the usual share of the arena left for streaming."""
+        sizes = self._sizes(wanted)
+        spare = _spare(arena_bytes, int(sizes.max(initial=0)))
+        return int(sizes.sum()) > spare + max(host_bytes, 0)
 
     def plan_states(self, wanted: Sequence[Wanted]) -> None:
         """Decide anew the homes of the states of an optimizer that is now known, and reserve room for them.

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from pager.device.base import Region
 from pager.errors import PagerInternalError
-from pager.tiers.views import Views
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +74,6 @@ class DeviceArena:
         self.resident_bytes = 0
         self.peak_resident_bytes = 0
         self._slabs: list[_Slab] = []
-        self._views = Views()
         self._next_frame = 0
 
     # -- slabs -------------------------------------------------------------------------------------
@@ -133,7 +131,6 @@ class DeviceArena:
                 event.synchronize()
         self._give_back(slab)
         del self._slabs[index]
-        self._views.clear()
 
     def _give_back(self, slab: _Slab) -> None:
         # Whoever gets the memory next may write to it at once.
@@ -142,12 +139,9 @@ class DeviceArena:
 
     def bytes_of(self, frame: int, num_bytes: int) -> torch.Tensor:
         """The memory from ``frame`` on, as uint8. Keeps nothing alive but the slab; for copies only."""
-        view = self._views.get((frame, num_bytes))
-        if view is None:
-            slab = self._slab_of(frame)
-            offset = (frame - slab.first_frame) * self.page_size
-            view = self._views.keep(frame, num_bytes, slab.memory[offset : offset + num_bytes])
-        return view
+        slab = self._slab_of(frame)
+        offset = (frame - slab.first_frame) * self.page_size
+        return slab.memory[offset : offset + num_bytes]
 
     def lease(self, frame: int, num_bytes: int, on_release: Callable[[], None] | Note) -> torch.Tensor:
         """A fresh uint8 tensor over the frames with its own storage; ``on_release`` runs when its last view

@@ -1,6 +1,6 @@
 """Slices of an arena's memory that are asked for again and again.
 
-Each step copies the same pages between the same frames, and cutting a tensor out of a larger one costs the launching
+Each step copies the same pages from and to the same homes, and cutting a tensor out of a larger one costs the launching
 thread more than the copy does.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Enough for the units of a model's update; where frames change all the time, what is old goes.
+# Enough for the units of a model's update; where homes change all the time, what is old goes.
 _MOST = 8192
 
 

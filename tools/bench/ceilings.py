@@ -24,6 +24,9 @@ __all__ = ["measure_ceilings"]
 
 COPY_BYTES = 2**26
 TRIES = 5
+# The disk's rate is taken of as much as may be there, but no more than tells what its own cache hides.
+STATE_BYTES = 12
+MOST_DISK_BYTES = 4 * 2**30
 
 # AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient.
 UPDATE_BYTES = 28
@@ -68,10 +71,12 @@ def _disk(job: StepJob) -> dict[str, float]:
     folder = job.knobs.get("disk")
     if folder is None:
         return {}
-    rates = measure_disk(str(folder)).rates
+    facts = measure_disk(
+        str(folder), sustained_bytes=min(job.num_parameters * STATE_BYTES, MOST_DISK_BYTES)
+    )
     budget = host_budget_bytes(job.knobs.get("host_budget", Config().host_budget), host_limit_bytes())
     return {
-        "disk_bytes_per_second": max(rates.values(), default=0.0),
+        "disk_bytes_per_second": facts.sustained_rate or max(facts.rates.values(), default=0.0),
         "host_budget_bytes": float(budget),
     }
 
