@@ -155,6 +155,7 @@ class Runtime:
             page_size=page_size,
             init=config.init,
             gradients_need_homes=config.update_at == "step",
+            look_at_heap=self.host_cap.look_at_heap,
         )
         self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient, self.paged.settle_gradient)
         self.planner = Planner(self.model, self.space, self.table, page_size)
