@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -47,6 +47,15 @@ EXTENT_BYTES = 16 * 2**20
 _NO_EVENTS: Fence = {}
 
 
+class _Sent(NamedTuple):
+    """A tensor that is read until ``event``; its memory is torch's, and used again on the stream ``owner``."""
+
+    event: Event
+    owner: Stream
+    source: torch.Tensor
+    num_bytes: int
+
+
 class Transfers:
     """Copies runs in and out. Thread-safe: the streams and the disk's queue are."""
 
@@ -74,7 +83,8 @@ class Transfers:
         self._lock = threading.Lock()
         self._home_written: dict[int, Fence] = {}
         self._home_read: dict[int, Fence] = {}
-        self._sent: deque[tuple[Event, torch.Tensor]] = deque()
+        self._sent: deque[_Sent] = deque()
+        self._sent_bytes = 0
         self._disk: DiskTransfers | None = None
         if disk is not None:
             self._disk = DiskTransfers(
@@ -254,13 +264,16 @@ class Transfers:
         """The segment's home in host memory as uint8, without waiting for anything: see :meth:`home_bytes`."""
         return self._host.view(int(self._table.home_frame[segment.first_page]), segment.num_bytes)
 
-    def send_home(self, segment: Segment, source: torch.Tensor) -> None:
+    def send_home(self, segment: Segment, source: torch.Tensor, *, at_most_bytes: int) -> None:
         """Enqueue the copy of ``source``, a dense tensor on the device that is no frame of ours, into the segment's
         home in host memory, behind what is on the current stream. ``source`` is kept alive as long as needed.
+
+        Where more than ``at_most_bytes`` are kept so, the streams that made the oldest wait for their copies: the host
+        may be far ahead of the device, and back-pressure takes less memory than storage.
         """
         self.forget_sent()
-        d2h = self._device.d2h
-        d2h.wait(self._device.current_stream().record())
+        d2h, owner = self._device.d2h, self._device.current_stream()
+        d2h.wait(owner.record())
         for before in self._home_accesses(segment).values():
             d2h.wait(before)
         raw = torch.empty(0, dtype=torch.uint8, device=source.device)
@@ -272,12 +285,20 @@ class Transfers:
         self._counters.add(page_out_bytes=segment.num_bytes)
         event = d2h.record()
         self._note(self._home_written, [segment], event)
-        self._sent.append((event, source))
+        self._sent.append(_Sent(event, owner, source, segment.num_bytes))
+        self._sent_bytes += segment.num_bytes
+        while len(self._sent) > 1 and self._sent_bytes > at_most_bytes:
+            oldest = self._sent[0]
+            oldest.owner.wait(oldest.event, timed=True)
+            self._forget_oldest_sent()
 
     def forget_sent(self) -> None:
         """Let go of sources whose copies are over."""
-        while self._sent and self._sent[0][0].query():
-            self._sent.popleft()
+        while self._sent and self._sent[0].event.query():
+            self._forget_oldest_sent()
+
+    def _forget_oldest_sent(self) -> None:
+        self._sent_bytes -= self._sent.popleft().num_bytes
 
     def send_to_device(self, run: Run) -> Event:
         """Enqueue the copy of a home that the host has written into a run on the device; the event after which the run
