@@ -28,7 +28,7 @@ from pager.errors import BudgetError, TierFull
 from pager.home_frames import HomeFrames
 from pager.page_table import Home, PageTable
 from pager.policies.placement import PlacementError, place
-from pager.policies.staying import share_arena
+from pager.policies.staying import usually_wired_bytes, wired_bytes
 from pager.units import ceil_div, format_at_least, format_bytes
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ KIND_RANK = {"parameter": 0, "gradient": 1, "state": 2}
 # How often a byte of this kind crosses the link in a step if it streams: a parameter for forward and backward
 # and both ways at its update; a gradient out and in; a state in and out.
 CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
-# What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into
-# slices: the tensor, its gradient, two states.
-_UPDATE_TENSORS = 4
-_STREAMING_SHARE = 16
 # States are wired only where as many of the largest tensor stay free: what does not fill an arena's slabs.
 _FREE_TENSORS = 8
 
@@ -55,18 +51,6 @@ class Wanted(NamedTuple):
     kind: str
     name: str
     num_bytes: int
-
-
-def _spare(arena_bytes: int, largest_bytes: int) -> int:
-    """Of the arena, what may be wired while streaming runs ahead."""
-    return max(min(arena_bytes // 2 - largest_bytes, arena_bytes - _UPDATE_TENSORS * largest_bytes), 0)
-
-
-def _most_spare(arena_bytes: int, largest_bytes: int, page_size: int) -> int:
-    """Of the arena, what may be wired where streaming gets no more than it needs."""
-    num_slots, slot_bytes = share_arena(arena_bytes, page_size, least_slot_bytes=page_size)
-    needed = max(_UPDATE_TENSORS * largest_bytes, arena_bytes // _STREAMING_SHARE) + num_slots * slot_bytes
-    return max(arena_bytes - needed, 0)
 
 
 def state_name(parameter: str, ordinal: int) -> str:
@@ -113,11 +97,16 @@ class Homes(HomeFrames):
         may_wire = np.array(
             [w.kind == "parameter" or (w.kind == "state" and self._wires_states) for w in wanted], bool
         )
-        wire_bytes = (arena_bytes if everything_fits else _spare(arena_bytes, largest)) if wires else 0
+        wire_bytes = arena_bytes if wires else 0
         if not everything_fits:
-            lacking = total - wire_bytes - host_bytes
-            most = _most_spare(arena_bytes, largest, self._page_size)
-            wire_bytes = max(wire_bytes, min(wire_bytes + lacking, most))
+            wire_bytes = wired_bytes(
+                arena_bytes,
+                self._page_size,
+                total_bytes=total,
+                largest_bytes=largest,
+                host_bytes=host_bytes,
+                wires=wires,
+            )
         # Wired first, among those that may be; the rest is placed on the tiers below.
         homes = np.full(len(wanted), int(Home.HOST), np.int64)
         wired = self._place(wanted, sizes, may_wire, device=wire_bytes, host=total, disk=0)
@@ -127,7 +116,7 @@ class Homes(HomeFrames):
     def lacks_room(self, wanted: Sequence[Wanted], *, arena_bytes: int, host_bytes: int) -> bool:
         """Whether device and host together do not hold all, with the usual share of the arena left for streaming."""
         sizes = self._sizes(wanted)
-        spare = _spare(arena_bytes, int(sizes.max(initial=0)))
+        spare = usually_wired_bytes(arena_bytes, int(sizes.max(initial=0)))
         return int(sizes.sum()) > spare + max(host_bytes, 0)
 
     def plan_states(self, wanted: Sequence[Wanted]) -> None:
