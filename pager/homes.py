@@ -171,7 +171,7 @@ class Homes(HomeFrames):
             raise BudgetError(
                 f"pager: the {what} needs {format_bytes(int(sizes.sum()))} ({self._bill(wanted, sizes)}); with "
                 f"{format_bytes(int(sizes[~below].sum()))} on the device, {format_bytes(host)} of host memory "
-                f"(host_budget less what the process takes)"
+                f"(host_budget less what the process takes, and is about to load)"
                 f"{have_disk} it misses {format_bytes(error.missing_bytes)}{also}. Raise host_budget or device_budget"
                 + self._disk_remedy(bool(have_disk))
                 + self._smallest_change(wanted, sizes, below, error.missing_bytes, host, disk)
