@@ -159,9 +159,7 @@ def predict(
     arena = max(budget.arena_bytes(beside), 0)
     known["arena_bytes"] = arena
     least_slot = captured.page_size // step.size.gradient * step.size.staged(wanted.update_at)
-    wired = bytes_to_wire(
-        captured, wanted, first_arena=max(budget.arena_bytes(None), 0), arena=arena
-    )
+    wired = bytes_to_wire(captured, wanted, first_arena=max(budget.arena_bytes(None), 0), arena=arena)
     num_slots, slot_bytes = share_arena(
         arena,
         captured.page_size,
@@ -169,9 +167,7 @@ def predict(
         activation_bytes=0 if wanted.simulated else captured.activation_bytes,
         wired_bytes=wired,
     )
-    shares = DeviceShares(
-        arena_bytes=arena, num_slots=num_slots, slot_bytes=slot_bytes, wired_bytes=wired
-    )
+    shares = DeviceShares(arena_bytes=arena, num_slots=num_slots, slot_bytes=slot_bytes, wired_bytes=wired)
     known["shares"] = shares
     if not num_slots or arena < UPDATE_TENSORS * largest:
         return Prediction(

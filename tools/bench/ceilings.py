@@ -75,9 +75,7 @@ def _disk(job: StepJob) -> dict[str, float]:
     folder = job.knobs.get("disk")
     if folder is None:
         return {}
-    facts = measure_disk(
-        str(folder), sustained_bytes=min(job.num_parameters * STATE_BYTES, MOST_DISK_BYTES)
-    )
+    facts = measure_disk(str(folder), sustained_bytes=min(job.num_parameters * STATE_BYTES, MOST_DISK_BYTES))
     budget = host_budget_bytes(job.knobs.get("host_budget", Config().host_budget), host_limit_bytes())
     return {
         "disk_bytes_per_second": facts.sustained_rate or max(facts.rates.values(), default=0.0),
