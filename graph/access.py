@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pager.graph.access_trace import Phase
+from pager.graph.hook_stack import SavedTensorHooks, top_hooks
 
 T = TypeVar("T")
 
@@ -147,18 +148,6 @@ class TracedParameter(Traced, nn.Parameter):
     """A parameter (meta or real) that an AccessRecorder has adopted."""
 
 
-SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-
-_top_hooks: Callable[[bool], SavedTensorHooks | None] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
-
-
-def can_see_hooks_beneath() -> bool:
-    """Whether this torch can say which saved-tensor hooks are in force."""
-    return _top_hooks is not None
-
-
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -174,8 +163,8 @@ def push_hooks(hooks: SavedTensorHooks, pushed: list[Any]) -> None:
 
 
 def hooks_beneath() -> SavedTensorHooks | None:
-    """The saved-tensor hooks (pack, unpack) in force here; None without any, or where torch cannot say."""
-    return None if _top_hooks is None else _top_hooks(False)
+    """The saved-tensor hooks (pack, unpack) in force here; None without any."""
+    return top_hooks(False)
 
 
 class AccessRecorder:

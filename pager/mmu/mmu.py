@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.errors import ConfigError, PagerClosed
-from pager.graph.access import can_see_hooks_beneath, current_phase, pop_hooks, push_hooks
+from pager.graph.access import current_phase, pop_hooks, push_hooks
 from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
@@ -90,8 +90,7 @@ class Mmu:
             with NoTorchFunction():
                 if name.startswith(_WRITES_UNCOUNTED):
                     return _count_writes(bindings, func, args, kwargs)
-                # Where torch cannot say which hooks are in force, frames stay pinned until backward.
-                if not torch.is_grad_enabled() or not can_see_hooks_beneath():
+                if not torch.is_grad_enabled():
                     return func(*args, **kwargs)
                 frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}
                 push_hooks(saving_frames(frames), pushed)
