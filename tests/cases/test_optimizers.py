@@ -100,6 +100,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+# torch 2.6 warns of what its own SequentialLR does.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")
 @pytest.mark.parametrize(("name", "tensor_lr"), [*((name, False) for name in SCHEDULERS), ("lambda", True)])
 def test_schedulers_and_two_groups(name: str, tensor_lr: bool) -> None:
     case = models.make_mlp()
