@@ -79,7 +79,7 @@ class Requests(QWebEngineUrlRequestInterceptor):
 
 
 class Page(QWebEnginePage):
-    """Keeps what the console shows."""
+    """Keeps what the console shows, and what a box would."""
 
     def __init__(self, profile: QWebEngineProfile, parent: QWebEngineView) -> None:
         super().__init__(profile, parent)
@@ -89,6 +89,9 @@ class Page(QWebEnginePage):
         self, level: QWebEnginePage.JavaScriptConsoleMessageLevel, message: str, line: int, source: str
     ) -> None:
         self.console.append(f"{level.name}: {message} (line {line})")
+
+    def javaScriptAlert(self, origin: QUrl | str, message: str) -> None:
+        self.console.append(f"alert: {message}")  # and nobody has to close it
 
 
 class Visit:
