@@ -15,7 +15,8 @@ functions as themselves (`torch.is_complex`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -124,6 +125,38 @@ def current_phase() -> Phase:
     return Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.RECOMPUTE
 
 
+ORDINARY_FOR: frozenset[Callable[..., Any]] = frozenset(
+    [
+        # Backward runs code of the user's, which must find the door open.
+        *_members(torch.Tensor, "backward"),
+        *_members(torch.autograd, "grad"),
+        # These look at the class.
+        *_members(torch.Tensor, "__repr__ __format__ __deepcopy__ __reduce_ex__"),
+    ]
+)
+"""Calls for which a view of a managed tensor has the class that it would have without us."""
+
+
+@contextlib.contextmanager
+def ordinary_views(cls: type, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """The instances of ``cls``, a class of views, in ``args`` and ``kwargs`` are of torch's own class meanwhile, and
+    without their ``_pager_view``. A thread that uses one meanwhile uses an ordinary tensor.
+    """
+    views: list[Any] = collect_tensors(cls, args, kwargs)
+    kept = [(view, view.__class__, view._pager_view) for view in views]
+    try:
+        for view in views:
+            view.__class__ = next(
+                base for base in view.__class__.__mro__ if base.__module__.startswith("torch")
+            )
+            view.__dict__.pop("_pager_view", None)
+        yield
+    finally:
+        for view, view_class, known in kept:
+            view._pager_view = known
+            view.__class__ = view_class
+
+
 class Traced:
     """Mixin of the parameters that report every operation that names them."""
 
@@ -147,6 +180,36 @@ class TracedParameter(Traced, nn.Parameter):
     """A parameter (meta or real) that an AccessRecorder has adopted."""
 
 
+class ViewOfTraced:
+    """Mixin of what an operation returns over a traced parameter's storage: using it is no access of its own, but what
+    autograd saves of it is.
+    """
+
+    _pager_view: AccessRecorder | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ORDINARY_FOR:
+            with ordinary_views(ViewOfTraced, args, kwargs):
+                return func(*args, **kwargs)
+        if is_access(func):
+            if any(hasattr(t, "_recorder") for t in collect_tensors(Traced, args, kwargs)):
+                return Traced.__torch_function__(func, types, args, kwargs)
+            views = collect_tensors(ViewOfTraced, args, kwargs)
+            recorder = views[0]._pager_view if views else None
+            if recorder is not None and recorder.active:
+                return recorder.run(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class TracedView(ViewOfTraced, Tensor):
+    """A view of a TracedParameter."""
+
+
 SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 _top_hooks: Callable[[bool], SavedTensorHooks | None] | None = getattr(
@@ -154,9 +217,15 @@ _top_hooks: Callable[[bool], SavedTensorHooks | None] | None = getattr(
 )
 
 
-def can_see_hooks_beneath() -> bool:
-    """Whether this torch can say which saved-tensor hooks are in force."""
-    return _top_hooks is not None
+# torch.func switches hooks off.
+_hooks_enabled: Callable[[], bool] = getattr(
+    torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True
+)
+
+
+def can_hook() -> bool:
+    """Whether saved-tensor hooks may be put in force here, and torch can say which are already."""
+    return _top_hooks is not None and _hooks_enabled()
 
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -185,13 +254,15 @@ class AccessRecorder:
     for each adopted parameter it names, `write` where it raised the parameter's version. Autograd's reading
     of a tensor that shares an adopted parameter's storage is one tick, an accumulated gradient one more
     (the row names the parameter's segment, the write is to its gradient). `on_tick()` is called as a tick
-    begins, `before(func)` before an operation is recorded: it may raise.
+    begins, `before(func)` before an operation is recorded: it may raise. `view_classes`: the class of a result
+    -> the class it gets where it lies in a parameter's storage.
     """
 
     def __init__(
         self,
         on_tick: Callable[[], None] = lambda: None,
         before: Callable[[Callable[..., Any]], None] = lambda func: None,
+        view_classes: Mapping[type, type[ViewOfTraced]] | None = None,
     ) -> None:
         self.active = False
         self.rows: list[tuple[int, int, bool, int]] = []
@@ -199,6 +270,7 @@ class AccessRecorder:
         self._segments: dict[int, int] = {}  # storage -> segment
         self._on_tick = on_tick
         self._before = before
+        self._view_classes = view_classes or {Tensor: TracedView}
 
     def adopt(self, parameter: Tensor, segment: int, traced_class: type[Traced] = TracedParameter) -> None:
         """Turn `parameter`, of the class that `traced_class` extends, into a traced one, in place."""
@@ -222,6 +294,18 @@ class AccessRecorder:
         segments = list(dict.fromkeys(t._segment for t in traced))
         # Before the operation: what it runs inside (a nested backward) has later ticks.
         self._record(segments, current_phase(), False)
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [t._version for t in traced]  # type: ignore[attr-defined]
+            result = self.run(func, args, kwargs)
+            for t, version in zip(traced, versions, strict=True):
+                if t._version != version:  # type: ignore[attr-defined]
+                    row = first + segments.index(t._segment)
+                    tick, segment, _, phase = self.rows[row]
+                    self.rows[row] = (tick, segment, True, phase)
+        return result
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, of no tick, that names `traced` parameters or views of such."""
         beneath = hooks_beneath()
 
         def pack(tensor: Tensor) -> tuple[int | None, Callable[[Any], Tensor] | None, Any]:
@@ -239,7 +323,6 @@ class AccessRecorder:
             return result
 
         with torch._C.DisableTorchFunctionSubclass():
-            versions = [t._version for t in traced]  # type: ignore[attr-defined]
             pushed: list[Any] = []
             try:
                 push_hooks((pack, unpack), pushed)
@@ -247,12 +330,18 @@ class AccessRecorder:
             finally:
                 if pushed:
                     pop_hooks()
-            for t, version in zip(traced, versions, strict=True):
-                if t._version != version:  # type: ignore[attr-defined]
-                    row = first + segments.index(t._segment)
-                    tick, segment, _, phase = self.rows[row]
-                    self.rows[row] = (tick, segment, True, phase)
+            self._mark_views(result)
         return result
+
+    def _mark_views(self, result: Any) -> None:
+        view_class = self._view_classes.get(type(result))
+        if view_class is not None:
+            if result.layout is torch.strided and result.untyped_storage()._cdata in self._segments:
+                result._pager_view = self
+                result.__class__ = view_class
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                self._mark_views(item)
 
     def _record(self, segments: list[int], phase: Phase, write: bool) -> None:
         if self.active:

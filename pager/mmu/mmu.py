@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.errors import ConfigError, PagerClosed
-from pager.graph.access import can_see_hooks_beneath, current_phase, pop_hooks, push_hooks
+from pager.graph.access import can_hook, current_phase, pop_hooks, push_hooks
 from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
@@ -23,6 +23,7 @@ from pager.mmu.clipping import Clipping
 from pager.mmu.modes import ordinary_tensors, without_dispatch_modes
 from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
+from pager.mmu.view import View, add_frames, count_writes, mark_views, point_bases
 from pager.page_table import PageState
 
 if TYPE_CHECKING:
@@ -77,28 +78,39 @@ class Mmu:
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        views: Sequence[View] = (),
     ) -> Any:
-        """Run ``func`` with the bound tensors resident. Called with torch functions enabled; disables them
-        inside.
+        """Run ``func`` with the bound tensors resident; ``views`` of such, which it names too, are. Called with torch
+        functions enabled; disables them inside.
         """
         name = getattr(func, "__name__", "an operation")
         use = object()
         leases: list[torch.Tensor] = []
+        pointed: list[Binding] = []
         pushed: list[Any] = []
         try:
-            leases += self.enter(bindings, name, use)
+            if bindings:
+                leases += self.enter(bindings, name, use)
+            if views:
+                point_bases(views, use, pointed)
             with NoTorchFunction():
                 if name.startswith(_WRITES_UNCOUNTED):
-                    return _count_writes(bindings, func, args, kwargs)
-                # Where torch cannot say which hooks are in force, frames stay pinned until backward.
-                if not torch.is_grad_enabled() or not can_see_hooks_beneath():
-                    return func(*args, **kwargs)
+                    return count_writes(bindings, views, func, args, kwargs)
                 frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}
-                push_hooks(saving_frames(frames), pushed)
-                return func(*args, **kwargs)
+                if views:
+                    add_frames(frames, views)
+                # Where torch allows no hooks (torch.func), or cannot say which are in force, frames stay until backward.
+                if torch.is_grad_enabled() and can_hook():
+                    push_hooks(saving_frames(frames), pushed)
+                result = func(*args, **kwargs)
+                if result is not None:
+                    mark_views(result, frames)
+                return result
         finally:
             if pushed:
                 pop_hooks()
+            for binding in pointed:
+                binding.mmu.exit([binding], use)
             self.exit(bindings, use)
             leases.clear()  # a traceback may keep this frame alive
 
@@ -152,6 +164,15 @@ class Mmu:
             self.engine.use_again(run)
             leases.append(lease)
         return leases
+
+    def point_at(self, binding: Binding, storage: torch.UntypedStorage, use: object) -> None:
+        """Point a tensor at the frames that a view of it holds, until ``exit``."""
+        with uninterrupted(), ordinary_tensors(), without_dispatch_modes(), self.lock:
+            binding.users.add(use)
+            if not binding.pointed:
+                segment = binding.segment
+                binding.point_at(strided_view(storage, segment.dtype, segment.size, segment.stride))
+                binding.pointed = True
 
     def _bring(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
         """Leases on tensors that are somewhere, or nowhere yet, pointed at their frames."""
@@ -327,14 +348,3 @@ class Mmu:
     def _check_open(self) -> None:
         if self.closed:
             raise PagerClosed("this model's pager is closed; call pager.manage(model) to page it again")
-
-
-def _count_writes(
-    bindings: Sequence[Binding], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Run an operation that writes to the tensors it names without moving their versions; move them."""
-    try:
-        return func(*args, **kwargs)
-    finally:
-        for binding in bindings:
-            binding.bump_version()

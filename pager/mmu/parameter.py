@@ -12,7 +12,7 @@ A call falls into one of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,12 +21,22 @@ from pager.graph.access import LAYOUT, METADATA, collect_tensors
 from pager.mmu import foreach
 from pager.mmu.binding import Binding, NoTorchFunction, set_data
 
+if TYPE_CHECKING:
+    from pager.mmu.view import Frames, View
+
 # func -> handler(func, args, kwargs); filled by pager.mmu.special
 SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 
 
-class Paged(torch.Tensor):
-    """What paged parameters and paged tensors share: the door. Never made by users."""
+class Managed(torch.Tensor):
+    """What passes through the door: paged tensors, and views of their frames (`pager.mmu.view`)."""
+
+    # Of a view: what it lies on.
+    _pager_view: Frames | None = None
+
+
+class Paged(Managed):
+    """What paged parameters and paged tensors share. Never made by users."""
 
     _pager: Binding
 
@@ -76,23 +86,29 @@ class PagedTensor(Paged):
 
 
 def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that touches the elements of the paged tensors it names."""
-    bindings = [tensor._pager for tensor in collect_tensors(Paged, args, kwargs)]
-    if not bindings:
+    """Run an operation that touches the elements of the paged tensors, or views of such, that it names."""
+    bindings: list[Binding] = []
+    views: list[View] = []
+    for tensor in collect_tensors(Managed, args, kwargs):
+        if isinstance(tensor, Paged):
+            bindings.append(tensor._pager)
+        elif (frames := tensor._pager_view) is not None:
+            views.append((tensor, frames))
+    if not bindings and not views:
         with NoTorchFunction():
             return func(*args, **kwargs)
-    mmu = bindings[0].mmu
+    mmu = (bindings[0] if bindings else views[0][1].binding).mmu
     if len(bindings) > 1:
         if any(binding.mmu is not mmu for binding in bindings):
-            return _access_of_several_models(func, args, kwargs, bindings)
+            return _access_of_several_models(func, args, kwargs, bindings, views)
         parts = foreach.split(func, args, kwargs, bindings)
         if parts is not None:
             return foreach.join([access(func, part_args, kwargs) for part_args in parts])
-    return mmu.run(bindings, func, args, kwargs)
+    return mmu.run(bindings, func, args, kwargs, views)
 
 
 def _access_of_several_models(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding], views: list[View]
 ) -> Any:
     """An operation on tensors of more than one managed model, such as an average of two."""
     mmu = bindings[0].mmu
@@ -102,7 +118,7 @@ def _access_of_several_models(
     leases: list[torch.Tensor] = []
     try:
         leases += mmu.enter(own, getattr(func, "__name__", "an operation"), use)
-        return others[0].mmu.run(others, func, args, kwargs)
+        return others[0].mmu.run(others, func, args, kwargs, views)
     finally:
         mmu.exit(own, use)
         leases.clear()
