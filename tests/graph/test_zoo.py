@@ -33,7 +33,7 @@ CAPTURED["bert"] = "captured on fake tensors"
 
 # The share of the state that is the device budget. Mixtures multiply with views of their experts' weights (transposed,
 # or one of them), and autograd keeps such a view for backward: the forward ends with all experts on the device.
-SHARES = {"mixtral": 0.4, "mixtral_float": 0.4, "mixtral_loop": 0.4}
+SHARES: dict[str, float] = {"mixtral": 0.25, "mixtral_float": 0.25, "mixtral_loop": 0.25}
 DEFAULT_SHARE = 0.25
 
 Access = tuple[int, str, str, int, int, bool, str]

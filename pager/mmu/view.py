@@ -1,0 +1,193 @@
+"""Views of paged tensors: ordinary tensors over leased frames that still pass through the door.
+
+The problem. ``w.t()``, ``w[i]``, ``w.view(...)`` of a paged weight is a tensor over the frames. It must work like any
+other, so it has the frames for good: its storage holds a lease until the last view dies. But if it were an ordinary
+tensor, the next operation (``x @ w.t()``) would not know the door, autograd would save the view itself, and the
+frames of every weight that is used so would stay from forward to backward.
+
+The way. What an operation at the door returns over its frames gets the class `PagedView`: the same object, storage,
+version counter and graph, but its operations run under the saved-tensor hooks of `pager.mmu.saved_tensors` as well,
+and what they return over the frames is a `PagedView` again. So autograd keeps (segment, version, layout), and the
+lease ends with the view itself. An operation on a view is no access: the view's own lease has the pages there.
+
+A view is *current* while its frames are the tensor's value. If the value was dropped (a gradient given up, a model
+converted or closed) the view has the old one, which nobody could bring back: autograd keeps that view as it is.
+
+What else a view must not do unseen:
+
+- write without being counted (``.data``, ``numpy()``, raw pointers): the pages count as written while it lives;
+- ask its base for a shape. After a write to the tensor autograd rebuilds a view's ``grad_fn`` from the base's strides,
+and a phantom has none; so the tensor points at the frames meanwhile.
+
+Why not hooks over the whole forward: they would cost every operation of the model, and torch allows only one pair at a
+time, so that each checkpoint and each hook of the user's would hide ours. What does not ask ``__torch_function__``
+(a custom ``autograd.Function`` that saves a view, TorchScript) keeps the view, and its frames, as any tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pager.graph.access import GRADIENT, METADATA, ORDINARY_FOR, ordinary_views
+from pager.mmu.binding import Binding, NoTorchFunction, raw_version
+from pager.mmu.parameter import Managed, access
+
+if TYPE_CHECKING:
+    from pager.engine.run import Run
+
+
+class Frames:
+    """What a view lies on: a run of a paged tensor's, and which value that was."""
+
+    __slots__ = ("address", "binding", "run", "tensors_before", "version")
+
+    def __init__(self, address: int, binding: Binding, run: Run) -> None:
+        self.address = address
+        self.binding = binding
+        self.run = run
+        self.version = raw_version(binding.tensor)
+        self.tensors_before = binding.versions_before
+
+    def are_current(self) -> bool:
+        """Whether the frames hold the value of the binding's tensor, as it is now."""
+        binding, run = self.binding, self.run
+        return (
+            not run.orphan
+            and binding.segment is run.segment
+            and binding.versions_before == self.tensors_before
+            and getattr(binding.tensor, "_pager", None) is binding
+        )
+
+    def escape(self) -> None:
+        """Somebody may write to the frames without being counted, as long as a view of them lives."""
+        self.run.escaped = True
+        self.binding.norm = None
+
+
+View = tuple[torch.Tensor, Frames]
+
+
+class PagedView(Managed):
+    """A view of a paged tensor. Never made by users; `torch.Tensor` in all but its class."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every torch operation that names a view, and no paged tensor before it, arrives here."""
+        kwargs = kwargs or {}
+        if func in METADATA or func in GRADIENT:
+            return _look(func, args, kwargs)
+        if func in ORDINARY_FOR:
+            with ordinary_views(PagedView, args, kwargs):
+                return func(*args, **kwargs)
+        if func in _UNCOUNTED:
+            frames = args[0]._pager_view
+            if frames is not None:
+                frames.escape()
+            with NoTorchFunction():
+                return func(*args, **kwargs)
+        return access(func, args, kwargs)
+
+
+_POINTERS = "untyped_storage storage _typed_storage data_ptr const_data_ptr mutable_data_ptr"
+_EXPORTS = "numpy __array__ __dlpack__"
+_Tensor: Any = torch.Tensor  # torch's stubs do not know that class attributes are descriptors
+_UNCOUNTED: frozenset[Any] = frozenset(
+    [
+        _Tensor.data.__get__,
+        _Tensor.__cuda_array_interface__.__get__,
+        *(getattr(_Tensor, name) for name in f"{_POINTERS} {_EXPORTS}".split() if hasattr(_Tensor, name)),
+    ]
+)
+"""What gives away the memory beneath a view: writes there move no version counter."""
+
+
+def _look(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Metadata of a view: as of any tensor."""
+    use = object()
+    pointed: list[Binding] = []
+    try:
+        frames = args[0]._pager_view if args and isinstance(args[0], PagedView) else None
+        if frames is not None:
+            point_bases([(args[0], frames)], use, pointed)
+        with NoTorchFunction():
+            return func(*args, **kwargs)
+    finally:
+        for binding in pointed:
+            binding.mmu.exit([binding], use)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 for one without any (sparse, wrappers of torch.func). Called with torch
+    functions disabled, or on an ordinary tensor.
+    """
+    if tensor.layout is not torch.strided:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def add_frames(frames: dict[int, Binding], views: Iterable[View]) -> None:
+    """Put the storages of the views that are current into ``frames`` (address -> binding)."""
+    for view, known in views:
+        # Given other memory (``view.data = ...``) it is no view of ours any more.
+        if known.are_current() and address_of(view) == known.address:
+            frames[known.address] = known.binding
+
+
+def point_bases(views: Iterable[View], use: object, pointed: list[Binding]) -> None:
+    """Let the tensors of those views that were written to since point at their frames until ``exit(pointed, use)``."""
+    for view, frames in views:
+        binding = frames.binding
+        if raw_version(binding.tensor) == frames.version or not frames.are_current():
+            continue
+        with NoTorchFunction():
+            storage = view.untyped_storage()
+            if storage.data_ptr() == frames.address:
+                pointed.append(binding)
+                binding.mmu.point_at(binding, storage, use)
+
+
+def mark_views(result: Any, frames: dict[int, Binding]) -> None:
+    """Give what lies in ``frames`` (address -> binding) among an operation's results the class of views."""
+    kind = type(result)
+    if kind is torch.Tensor:
+        binding = frames.get(address_of(result))
+        if binding is not None:
+            _mark(result, binding)
+    elif kind is list or isinstance(result, tuple):
+        for item in result:
+            mark_views(item, frames)
+
+
+def _mark(tensor: torch.Tensor, binding: Binding) -> None:
+    segment = binding.segment
+    for run in binding.mmu.engine.runs_of(segment):
+        if run.covers(0, segment.num_pages):
+            view: Any = tensor
+            view._pager_view = Frames(address_of(tensor), binding, run)
+            view.__class__ = PagedView
+            return
+
+
+def count_writes(
+    bindings: Sequence[Binding],
+    views: Sequence[View],
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operation that writes to the tensors it names without moving their versions; move them."""
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for binding in dict.fromkeys(
+            [*bindings, *(frames.binding for _, frames in views if frames.are_current())]
+        ):
+            binding.bump_version()
