@@ -99,7 +99,7 @@ class Mmu:
                 frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}
                 if views:
                     add_frames(frames, views)
-                # Where torch allows no hooks (torch.func), or cannot say which are in force, frames stay until backward.
+                # Where torch allows no hooks (torch.func) or cannot say which are in force, frames stay until backward.
                 if torch.is_grad_enabled() and can_hook():
                     push_hooks(saving_frames(frames), pushed)
                 result = func(*args, **kwargs)

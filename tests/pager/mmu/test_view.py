@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pager.errors import BudgetError
 from pager.graph.access_trace import Phase
 from pager.mmu import mmu as mmu_module
-from pager.mmu.view import Frames, PagedView
-from tests.cases.same import Report, batch_loss, check_equal, check_same, manage, run
+from tests.cases.same import Report, batch_loss, check_same, manage
 from tests.models import BATCH, VOCABULARY, Case
 
 WIDTH = 96
@@ -210,7 +205,7 @@ def test_the_captured_order_has_a_view_once_in_forward_and_once_in_backward(
     phases = [Phase(phase).name for segment, phase in seen if names[segment] == weight]
     used = 4 if make is make_mixture else 1
     recomputed = ["RECOMPUTE"] * used if checkpointing != "none" else []
-    assert phases[: -1] == ["FORWARD"] * used + recomputed + ["BACKWARD"] * used
+    assert phases[:-1] == ["FORWARD"] * used + recomputed + ["BACKWARD"] * used
     assert phases[-1] == "GRADIENT"
 
 
@@ -237,8 +232,18 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "unsqueeze": lambda x, w: (x[:, None, :] * w.unsqueeze(0)).sum(-1),
     "diagonal": lambda x, w: x * w.diagonal(),
     "as_strided": lambda x, w: x @ w.as_strided((WIDTH, WIDTH), (1, WIDTH)),
-    "unfold": lambda x, w: (w.unfold(0, 4, 4) * x[0]).sum((0, 1, 3)) * x if False else x @ w.unfold(0, WIDTH, 1)[0],
-    "a view of a view": lambda x, w: x @ w.view(4, 24, WIDTH).transpose(1, 2).reshape(4, WIDTH, 24)[:2].permute(1, 0, 2).reshape(WIDTH, 48).repeat(1, 2),
+    "unfold": lambda x, w: (
+        (w.unfold(0, 4, 4) * x[0]).sum((0, 1, 3)) * x if False else x @ w.unfold(0, WIDTH, 1)[0]
+    ),
+    "a view of a view": lambda x, w: (
+        x
+        @ w.view(4, 24, WIDTH)
+        .transpose(1, 2)
+        .reshape(4, WIDTH, 24)[:2]
+        .permute(1, 0, 2)
+        .reshape(WIDTH, 48)
+        .repeat(1, 2)
+    ),
     "detached": lambda x, w: x @ w.detach().t() + x @ w,
     "made without grad": lambda x, w: x @ _without_grad(w),
     "numpy's order": lambda x, w: (w.flatten()[: x.numel()].view_as(x) * x).exp() + x @ w,
@@ -333,7 +338,9 @@ SQUARE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @given(
-    chains=st.lists(st.lists(st.sampled_from(sorted(SQUARE)), min_size=1, max_size=4), min_size=1, max_size=3),
+    chains=st.lists(
+        st.lists(st.sampled_from(sorted(SQUARE)), min_size=1, max_size=4), min_size=1, max_size=3
+    ),
     twice=st.booleans(),
     late=st.booleans(),
 )
