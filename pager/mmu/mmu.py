@@ -23,7 +23,7 @@ from pager.mmu.clipping import Clipping
 from pager.mmu.modes import ordinary_tensors, without_dispatch_modes
 from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
-from pager.mmu.view import View, add_frames, count_writes, mark_views, point_bases
+from pager.mmu.view import VIEWS_UNSEEN, View, add_frames, count_writes, mark_views
 from pager.page_table import PageState
 
 if TYPE_CHECKING:
@@ -86,31 +86,29 @@ class Mmu:
         name = getattr(func, "__name__", "an operation")
         use = object()
         leases: list[torch.Tensor] = []
-        pointed: list[Binding] = []
         pushed: list[Any] = []
         try:
             if bindings:
                 leases += self.enter(bindings, name, use)
-            if views:
-                point_bases(views, use, pointed)
             with NoTorchFunction():
                 if name.startswith(_WRITES_UNCOUNTED):
                     return count_writes(bindings, views, func, args, kwargs)
-                frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}
-                if views:
-                    add_frames(frames, views)
                 # Where torch allows no hooks (torch.func) or cannot say which are in force, frames stay until backward.
                 if torch.is_grad_enabled() and can_hook():
+                    frames = {
+                        lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)
+                    }
+                    if views:
+                        add_frames(frames, views)
                     push_hooks(saving_frames(frames), pushed)
                 result = func(*args, **kwargs)
-                if result is not None:
-                    mark_views(result, frames)
+                # Asked here, since this is the way of every operation: nearly none makes a view.
+                if type(result) is not torch.Tensor or result._is_view() or name in VIEWS_UNSEEN:
+                    mark_views(result, leases, bindings, views)
                 return result
         finally:
             if pushed:
                 pop_hooks()
-            for binding in pointed:
-                binding.mmu.exit([binding], use)
             self.exit(bindings, use)
             leases.clear()  # a traceback may keep this frame alive
 

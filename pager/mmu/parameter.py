@@ -11,7 +11,7 @@ A call falls into one of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,8 @@ SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 class Managed(torch.Tensor):
     """What passes through the door: paged tensors, and views of their frames (`pager.mmu.view`)."""
 
-    # Of a view: what it lies on.
+    # Of a paged tensor: its binding. Of a view: what it lies on.
+    _pager: Any = None
     _pager_view: Frames | None = None
 
 
@@ -87,28 +88,46 @@ class PagedTensor(Paged):
 
 def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that touches the elements of the paged tensors, or views of such, that it names."""
-    bindings: list[Binding] = []
-    views: list[View] = []
-    for tensor in collect_tensors(Managed, args, kwargs):
-        if isinstance(tensor, Paged):
-            bindings.append(tensor._pager)
-        elif (frames := tensor._pager_view) is not None:
-            views.append((tensor, frames))
+    bindings = [tensor._pager for tensor in collect_tensors(Managed, args, kwargs)]
+    if not bindings or None in bindings:
+        return _access_views(func, args, kwargs)
+    mmu = bindings[0].mmu
+    if len(bindings) > 1:
+        if any(binding.mmu is not mmu for binding in bindings):
+            return _access_of_several_models(func, args, kwargs, bindings, ())
+        parts = foreach.split(func, args, kwargs, bindings)
+        if parts is not None:
+            return foreach.join([access(func, part_args, kwargs) for part_args in parts])
+    return mmu.run(bindings, func, args, kwargs)
+
+
+def _access_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that names views, and perhaps paged tensors too."""
+    found = collect_tensors(Managed, args, kwargs)
+    bindings = [tensor._pager for tensor in found if tensor._pager is not None]
+    views = [(tensor, frames) for tensor in found if (frames := tensor._pager_view) is not None]
     if not bindings and not views:
         with NoTorchFunction():
             return func(*args, **kwargs)
     mmu = (bindings[0] if bindings else views[0][1].binding).mmu
-    if len(bindings) > 1:
+    parts = foreach.split(func, args, kwargs, bindings) if len(bindings) > 1 else None
+    if parts is not None:
+        return foreach.join([access(func, part_args, kwargs) for part_args in parts])
+    use = object()
+    pointed: list[Binding] = []
+    try:
+        for tensor, frames in views:
+            frames.point_base(tensor, use, pointed)
         if any(binding.mmu is not mmu for binding in bindings):
             return _access_of_several_models(func, args, kwargs, bindings, views)
-        parts = foreach.split(func, args, kwargs, bindings)
-        if parts is not None:
-            return foreach.join([access(func, part_args, kwargs) for part_args in parts])
-    return mmu.run(bindings, func, args, kwargs, views)
+        return mmu.run(bindings, func, args, kwargs, views)
+    finally:
+        for binding in pointed:
+            binding.mmu.exit([binding], use)
 
 
 def _access_of_several_models(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding], views: list[View]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding], views: Sequence[View]
 ) -> Any:
     """An operation on tensors of more than one managed model, such as an average of two."""
     mmu = bindings[0].mmu

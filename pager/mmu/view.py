@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 
 class Frames:
-    """What a view lies on: a run of a paged tensor's, and which value that was."""
+    """What a view lies on: a run of a paged tensor's, leased from ``address`` on, and which value that was."""
 
-    __slots__ = ("address", "binding", "run", "tensors_before", "version")
+    __slots__ = ("address", "binding", "num_bytes", "run", "tensors_before", "version")
 
     def __init__(self, address: int, binding: Binding, run: Run) -> None:
         self.address = address
+        self.num_bytes = run.num_bytes
         self.binding = binding
         self.run = run
         self.version = raw_version(binding.tensor)
@@ -56,10 +57,22 @@ class Frames:
         binding, run = self.binding, self.run
         return (
             not run.orphan
+            and run.frame >= 0
             and binding.segment is run.segment
             and binding.versions_before == self.tensors_before
             and getattr(binding.tensor, "_pager", None) is binding
         )
+
+    def point_base(self, view: torch.Tensor, use: object, pointed: list[Binding]) -> None:
+        """If the tensor was written to since, let it point at its frames until ``exit(pointed, use)``."""
+        binding = self.binding
+        if raw_version(binding.tensor) == self.version or not self.are_current():
+            return
+        with NoTorchFunction():
+            storage = view.untyped_storage()
+            if storage.data_ptr() == self.address:  # no longer so after ``view.data = ...``
+                pointed.append(binding)
+                binding.mmu.point_at(binding, storage, use)
 
     def escape(self) -> None:
         """Somebody may write to the frames without being counted, as long as a view of them lives."""
@@ -113,7 +126,7 @@ def _look(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         frames = args[0]._pager_view if args and isinstance(args[0], PagedView) else None
         if frames is not None:
-            point_bases([(args[0], frames)], use, pointed)
+            frames.point_base(args[0], use, pointed)
         with NoTorchFunction():
             return func(*args, **kwargs)
     finally:
@@ -121,57 +134,51 @@ def _look(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             binding.mmu.exit([binding], use)
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage begins; 0 for one without any (sparse, wrappers of torch.func). Called with torch
-    functions disabled, or on an ordinary tensor.
-    """
-    if tensor.layout is not torch.strided:
-        return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
-
-
 def add_frames(frames: dict[int, Binding], views: Iterable[View]) -> None:
-    """Put the storages of the views that are current into ``frames`` (address -> binding)."""
-    for view, known in views:
-        # Given other memory (``view.data = ...``) it is no view of ours any more.
-        if known.are_current() and address_of(view) == known.address:
-            frames[known.address] = known.binding
+    """Put what the views lie on, where it is current, into ``frames`` (address -> binding)."""
+    for _, known in views:
+        if known.are_current():
+            frames.setdefault(known.address, known.binding)
 
 
-def point_bases(views: Iterable[View], use: object, pointed: list[Binding]) -> None:
-    """Let the tensors of those views that were written to since point at their frames until ``exit(pointed, use)``."""
-    for view, frames in views:
-        binding = frames.binding
-        if raw_version(binding.tensor) == frames.version or not frames.are_current():
-            continue
-        with NoTorchFunction():
-            storage = view.untyped_storage()
-            if storage.data_ptr() == frames.address:
-                pointed.append(binding)
-                binding.mmu.point_at(binding, storage, use)
+VIEWS_UNSEEN = frozenset(
+    ["detach", "detach_", "view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"]
+)
+"""Operations whose result shares the memory of an argument though torch does not call it a view."""
 
 
-def mark_views(result: Any, frames: dict[int, Binding]) -> None:
-    """Give what lies in ``frames`` (address -> binding) among an operation's results the class of views."""
+def mark_views(
+    result: Any, leases: Sequence[torch.Tensor], bindings: Sequence[Binding], views: Sequence[View]
+) -> None:
+    """Give what lies in the leases of ``bindings``, or where ``views`` lie, among an operation's results the class of
+    views. Called with torch functions disabled.
+    """
     kind = type(result)
     if kind is torch.Tensor:
-        binding = frames.get(address_of(result))
-        if binding is not None:
-            _mark(result, binding)
+        try:
+            address = result.data_ptr()
+        except RuntimeError:  # there is none (sparse, wrappers of torch.func)
+            return
+        for lease, binding in zip(leases, bindings, strict=True):
+            begin = lease.data_ptr()
+            if begin <= address < begin + lease.numel():
+                _mark(result, begin, binding)
+                return
+        for _, frames in views:
+            if 0 <= address - frames.address < frames.num_bytes and frames.are_current():
+                _mark(result, frames.address, frames.binding)
+                return
     elif kind is list or isinstance(result, tuple):
         for item in result:
-            mark_views(item, frames)
+            mark_views(item, leases, bindings, views)
 
 
-def _mark(tensor: torch.Tensor, binding: Binding) -> None:
+def _mark(tensor: torch.Tensor, address: int, binding: Binding) -> None:
     segment = binding.segment
     for run in binding.mmu.engine.runs_of(segment):
         if run.covers(0, segment.num_pages):
             view: Any = tensor
-            view._pager_view = Frames(address_of(tensor), binding, run)
+            view._pager_view = Frames(address, binding, run)
             view.__class__ = PagedView
             return
 

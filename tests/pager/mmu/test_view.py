@@ -171,7 +171,7 @@ def test_what_multiplies_with_views_trains_within_a_quarter_of_its_weights(
 
 
 def test_without_the_views_class_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmu_module, "mark_views", lambda result, frames: None)
+    monkeypatch.setattr(mmu_module, "mark_views", lambda *_: None)
     case = make_decoder()
     weights = sum(p.nbytes for p in case.model.parameters())
     optimizer = torch.optim.SGD(case.model.parameters())
