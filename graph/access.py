@@ -138,14 +138,15 @@ ORDINARY_FOR: frozenset[Callable[..., Any]] = frozenset(
 
 
 @contextlib.contextmanager
-def ordinary_views(cls: type, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+def ordinary_views(cls: Any, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
     """The instances of ``cls``, a class of views, in ``args`` and ``kwargs`` are of torch's own class meanwhile, and
     without their ``_pager_view``. A thread that uses one meanwhile uses an ordinary tensor.
     """
-    views: list[Any] = collect_tensors(cls, args, kwargs)
-    kept = [(view, view.__class__, view._pager_view) for view in views]
+    kept = [(view, view.__class__, view._pager_view) for view in collect_tensors(cls, args, kwargs)]
+    # Another thread may be at the same, and have some of them already.
+    kept = [entry for entry in kept if entry[2] is not None and issubclass(entry[1], cls)]
     try:
-        for view in views:
+        for view, _, _ in kept:
             view.__class__ = next(
                 base for base in view.__class__.__mro__ if base.__module__.startswith("torch")
             )
@@ -325,7 +326,8 @@ class AccessRecorder:
         with torch._C.DisableTorchFunctionSubclass():
             pushed: list[Any] = []
             try:
-                push_hooks((pack, unpack), pushed)
+                if can_hook():
+                    push_hooks((pack, unpack), pushed)
                 result = func(*args, **kwargs)
             finally:
                 if pushed:

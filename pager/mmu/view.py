@@ -52,6 +52,12 @@ class Frames:
         self.version = raw_version(binding.tensor)
         self.tensors_before = binding.versions_before
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: it says something of one tensor only."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
     def are_current(self) -> bool:
         """Whether the frames hold the value of the binding's tensor, as it is now."""
         binding, run = self.binding, self.run
@@ -141,9 +147,7 @@ def add_frames(frames: dict[int, Binding], views: Iterable[View]) -> None:
             frames.setdefault(known.address, known.binding)
 
 
-VIEWS_UNSEEN = frozenset(
-    ["detach", "detach_", "view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"]
-)
+VIEWS_UNSEEN = frozenset(["detach", "view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"])
 """Operations whose result shares the memory of an argument though torch does not call it a view."""
 
 
