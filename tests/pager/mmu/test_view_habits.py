@@ -233,6 +233,49 @@ def test_views_of_a_gradient_that_is_dropped_keep_its_values(kept: str) -> None:
     check_same(make, script, share=0.5)
 
 
+def test_a_view_of_a_gradient_whose_update_waits_keeps_its_values() -> None:
+    def script(model: Any, report: Report) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        x = torch.ones(WIDTH, requires_grad=True)
+        for _ in range(2):
+            model(torch.randn(2, WIDTH)).sum().backward()
+            held = model.weights[0].grad.t()
+            optimizer.step()
+            optimizer.zero_grad()
+            product = (held @ x).sin().sum()
+            report("held", held + 0)
+            model(torch.randn(2, WIDTH)).sum().backward()
+            product.backward()
+            report("gradient", x.grad)
+            report("new", model.weights[0].grad)
+            report("held", held + 0)
+            optimizer.zero_grad()
+
+    check_same(make, script, share=0.5)
+
+
+def test_what_is_no_longer_the_value_is_not_current() -> None:
+    model = manage(make(), share=0.5)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    weights = model.weights
+    views = [weights[0].t(), weights[0].grad.t(), weights[1].t()]
+
+    def are_current() -> list[bool]:
+        return [view._pager_view.are_current() for view in views]
+
+    assert are_current() == [True, True, True]
+    weights[0].grad = None
+    assert are_current() == [True, False, True]
+    model.half()
+    assert are_current() == [False, False, False]
+    views = [weights[0].t(), weights[1].t()]
+    with torch.no_grad():
+        views[0].zero_()
+    assert are_current() == [True, True]
+    model.pager.close()
+    assert are_current() == [False, False]
+
+
 def test_views_of_optimizer_states() -> None:
     def script(model: Any, report: Report) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
