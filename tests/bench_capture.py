@@ -154,7 +154,7 @@ def measure(real: Real) -> dict[str, Any]:
         "flops": float(found.flops.sum()),
         "peak_activation_bytes": found.peak_activation_bytes,
         "capture_seconds": round(seconds, 2),
-        "tiny_order": order_of_tiny(tiny, 0.5 if tiny is not build else SHARE),
+        "tiny_order": order_of_tiny(tiny, SHARE),
     }
 
 

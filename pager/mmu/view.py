@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Frames:
     """What a view lies on: a run of a paged tensor's, leased from ``address`` on, and which value that was."""
 
-    __slots__ = ("address", "binding", "num_bytes", "run", "tensors_before", "version")
+    __slots__ = ("address", "binding", "num_bytes", "run", "version")
 
     def __init__(self, address: int, binding: Binding, run: Run) -> None:
         self.address = address
@@ -50,7 +50,6 @@ class Frames:
         self.binding = binding
         self.run = run
         self.version = raw_version(binding.tensor)
-        self.tensors_before = binding.versions_before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing: it says something of one tensor only."""
@@ -60,13 +59,11 @@ class Frames:
 
     def are_current(self) -> bool:
         """Whether the frames hold the value of the binding's tensor, as it is now."""
-        binding, run = self.binding, self.run
+        run = self.run
         return (
             not run.orphan
-            and run.frame >= 0
-            and binding.segment is run.segment
-            and binding.versions_before == self.tensors_before
-            and getattr(binding.tensor, "_pager", None) is binding
+            and run.frame >= 0  # else nobody leases it: the view was given other memory, ``view.data = ...``
+            and getattr(self.binding.tensor, "_pager", None) is self.binding
         )
 
     def point_base(self, view: torch.Tensor, use: object, pointed: list[Binding]) -> None:
