@@ -163,14 +163,10 @@ class Mmu:
             leases.append(lease)
         return leases
 
-    def point_at(self, binding: Binding, storage: torch.UntypedStorage, use: object) -> None:
-        """Point a tensor at the frames that a view of it holds, until ``exit``."""
-        with uninterrupted(), ordinary_tensors(), without_dispatch_modes(), self.lock:
-            binding.users.add(use)
-            if not binding.pointed:
-                segment = binding.segment
-                binding.point_at(strided_view(storage, segment.dtype, segment.size, segment.stride))
-                binding.pointed = True
+    def point(self, binding: Binding, use: object) -> None:
+        """Point a tensor of which a view is used at its frames until ``exit``: no access, the view is what is read."""
+        with without_dispatch_modes():
+            self._bring([binding], f"a view of {binding.name}", use)
 
     def _bring(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
         """Leases on tensors that are somewhere, or nowhere yet, pointed at their frames."""

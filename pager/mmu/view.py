@@ -67,15 +67,18 @@ class Frames:
         )
 
     def point_base(self, view: torch.Tensor, use: object, pointed: list[Binding]) -> None:
-        """If the tensor was written to since, let it point at its frames until ``exit(pointed, use)``."""
+        """Where torch is to derive the view's graph anew: the tensor points at its frames until it is ``exit``ed."""
         binding = self.binding
-        if raw_version(binding.tensor) == self.version or not self.are_current():
+        if (
+            raw_version(binding.tensor) == self.version
+            or getattr(binding.tensor, "_pager", None) is not binding
+        ):
             return
         with NoTorchFunction():
-            storage = view.untyped_storage()
-            if storage.data_ptr() == self.address:  # no longer so after ``view.data = ...``
-                pointed.append(binding)
-                binding.mmu.point_at(binding, storage, use)
+            has_graph = view.requires_grad
+        if has_graph:
+            pointed.append(binding)
+            binding.mmu.point(binding, use)
 
     def escape(self) -> None:
         """Somebody may write to the frames without being counted, as long as a view of them lives."""

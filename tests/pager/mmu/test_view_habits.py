@@ -160,6 +160,28 @@ def test_a_view_knows_its_graph_after_a_write_to_the_weight() -> None:
     check_same(make, script, share=0.2)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_view_that_was_given_other_memory(held: bool) -> None:
+    """It keeps its graph, and is none of our frames any more."""
+
+    def script(model: Any, report: Report) -> None:
+        weight = model.weights[0]
+        view, other = weight.t(), weight.t() if held else None
+        view.data = torch.full((WIDTH, WIDTH), 2.0)
+        use_others(model)
+        with torch.no_grad():
+            weight.mul_(2)
+        x = torch.randn(2, WIDTH, requires_grad=True)
+        loss = (x @ view).exp().sum()
+        use_others(model)
+        loss.backward()
+        report("gradient", weight.grad)
+        report("x", x.grad)
+        del other
+
+    check_same(make, script, share=0.2)
+
+
 # -- views that are held ---------------------------------------------------------------------------
 
 
@@ -598,7 +620,14 @@ def test_what_is_no_view_is_of_torchs_own_class() -> None:
     weight = model.weights[0]
     view = weight.t()
     assert type(view) is PagedView
-    assert [type(part) for part in weight.chunk(2)] == [PagedView] * 2
+    for result in (
+        *weight.chunk(2),
+        *weight.unsafe_chunk(2),
+        weight.detach(),
+        weight.view(torch.int32),
+        view[0],
+    ):
+        assert type(result) is PagedView
     for result in (
         view + 1,
         view @ view,
