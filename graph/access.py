@@ -142,7 +142,8 @@ def ordinary_views(cls: Any, args: Iterable[Any], kwargs: Mapping[str, Any] | No
     """The instances of ``cls``, a class of views, in ``args`` and ``kwargs`` are of torch's own class meanwhile, and
     without their ``_pager_view``. A thread that uses one meanwhile uses an ordinary tensor.
     """
-    kept = [(view, view.__class__, view._pager_view) for view in collect_tensors(cls, args, kwargs)]
+    found: list[Any] = collect_tensors(cls, args, kwargs)
+    kept = [(view, view.__class__, getattr(view, "_pager_view", None)) for view in found]
     # Another thread may be at the same, and have some of them already.
     kept = [entry for entry in kept if entry[2] is not None and issubclass(entry[1], cls)]
     try:

@@ -147,8 +147,8 @@ def add_frames(frames: dict[int, Binding], views: Iterable[View]) -> None:
             frames.setdefault(known.address, known.binding)
 
 
-VIEWS_UNSEEN = frozenset(["detach", "view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"])
-"""Operations whose result shares the memory of an argument though torch does not call it a view."""
+VIEWS_UNSEEN = frozenset(["detach", "view"])
+"""Operations whose one result shares an argument's memory though torch does not call it a view (``view(dtype)``)."""
 
 
 def mark_views(

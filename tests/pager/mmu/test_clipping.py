@@ -37,6 +37,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "mul_": lambda m: weight(m).grad.mul_(2),
     "view": lambda m: weight(m).grad.view(-1)[5].fill_(3),
     "data": lambda m: weight(m).grad.data.mul_(2),
+    "data of a view": lambda m: weight(m).grad.t().data.mul_(2),
     "numpy": lambda m: weight(m).grad.numpy().__imul__(2),
     "detached": lambda m: weight(m).grad.detach().mul_(2),
     "copy_": lambda m: weight(m).grad.copy_(torch.ones(96, 96)),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pager.errors import BudgetError
+from pager.graph import access
 from pager.mmu.view import PagedView
 from tests.cases.same import Report, check_same, manage
 from tests.pager.mmu.test_view import WIDTH, Products, leased, report_leases, transposed
@@ -177,6 +178,7 @@ def test_a_view_that_was_given_other_memory(held: bool) -> None:
         loss.backward()
         report("gradient", weight.grad)
         report("x", x.grad)
+        assert held or not hasattr(model, "pager") or not view._pager_view.are_current()
         del other
 
     check_same(make, script, share=0.2)
@@ -549,6 +551,21 @@ def test_threads_that_share_a_view() -> None:
         report("gradients", results)
 
     check_same(make, script, share=0.3)
+
+
+def test_two_threads_that_want_a_view_ordinary_leave_it_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = manage(make(), share=0.5)
+    view: Any = model.weights[0].t()
+    frames = view._pager_view
+    first, second = (access.ordinary_views(PagedView, [view]) for _ in range(2))
+    with first:
+        assert (type(view), view._pager_view if hasattr(view, "_pager_view") else None) == (Tensor, None)
+        monkeypatch.setattr(access, "collect_tensors", lambda *_: [view])  # it had looked just before
+        second.__enter__()
+    second.__exit__(None, None, None)
+    assert type(view) is PagedView
+    assert view._pager_view is frames
+    model.pager.close()
 
 
 # -- a view is a tensor ----------------------------------------------------------------------------
