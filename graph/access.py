@@ -16,6 +16,7 @@ functions as themselves (`torch.is_complex`).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -249,6 +250,65 @@ def hooks_beneath() -> SavedTensorHooks | None:
     return None if _top_hooks is None else _top_hooks(False)
 
 
+class SavedBeneath:
+    """A tensor that the hooks beneath ours packed. Safe in autograd's several threads as far as those hooks are."""
+
+    __slots__ = ("__weakref__", "_early", "_packed", "_task", "_unpack")
+
+    def __init__(self, hooks: SavedTensorHooks, tensor: Tensor) -> None:
+        self._packed = hooks[0](tensor)
+        self._unpack = hooks[1]
+        # The last backward that it was unpacked in, and what came of that, until autograd asks.
+        self._task = -1
+        self._early: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        """What the hooks beneath give for it."""
+        task = torch._C._current_graph_task_id()
+        early, self._early = self._early, None
+        if early is not None and self._task == task:
+            return early
+        result: Tensor = self._unpack(self._packed)
+        self._task = task
+        return result
+
+    def unpack_early(self) -> None:
+        """Ask the hooks now for what this backward is about to ask for, if it has not yet: they may allow it once."""
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self._early = self._unpack(self._packed)
+            self._task = task
+
+
+class Neighbours:
+    """What one operation gave to the hooks beneath, for those of its saved weights that are packed by ours.
+
+    A checkpoint recomputes when the first tensor of it is unpacked. In ``x @ w`` autograd unpacks ``w`` first: it would
+    be on the device, in use, during all of the recomputation. So first a tensor that was saved beside it is unpacked.
+    """
+
+    __slots__ = ("_saved",)
+
+    def __init__(self) -> None:
+        self._saved: list[weakref.ref[SavedBeneath]] = []
+
+    def add(self, saved: SavedBeneath) -> SavedBeneath:
+        """One more; kept by autograd alone."""
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def next_place(self) -> int:
+        """Where a weight stands among them that is saved now."""
+        return len(self._saved)
+
+    def unpack_beside(self, place: int) -> None:
+        """Have a neighbour of the weight at ``place`` unpacked, which recomputes what it comes from."""
+        if self._saved:
+            saved = self._saved[max(place - 1, 0)]()
+            if saved is not None:
+                saved.unpack_early()
+
+
 class AccessRecorder:
     """Records the accesses of one step in order. Inactive until `active` is set; one thread.
 
@@ -309,19 +369,21 @@ class AccessRecorder:
     def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, of no tick, that names `traced` parameters or views of such."""
         beneath = hooks_beneath()
+        neighbours = Neighbours()
 
-        def pack(tensor: Tensor) -> tuple[int | None, Callable[[Any], Tensor] | None, Any]:
+        def pack(tensor: Tensor) -> tuple[int | None, int, Any]:
             segment = self._segments.get(tensor.untyped_storage()._cdata)
             # Detached: an operation's own output, kept as it is, would keep its graph alive in a cycle.
             if segment is not None or beneath is None:
-                return segment, None, tensor.detach()
-            return None, beneath[1], beneath[0](tensor)
+                return segment, neighbours.next_place(), tensor.detach()
+            return None, -1, neighbours.add(SavedBeneath(beneath, tensor))
 
-        def unpack(packed: tuple[int | None, Callable[[Any], Tensor] | None, Any]) -> Tensor:
-            segment, unpack_beneath, kept = packed
+        def unpack(packed: tuple[int | None, int, Any]) -> Tensor:
+            segment, place, kept = packed
             if segment is not None:
+                neighbours.unpack_beside(place)
                 self._record([segment], Phase.BACKWARD, False)
-            result: Tensor = kept if unpack_beneath is None else unpack_beneath(kept)
+            result: Tensor = kept.unpack() if isinstance(kept, SavedBeneath) else kept
             return result
 
         with torch._C.DisableTorchFunctionSubclass():

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from pager.graph.access import SavedTensorHooks, hooks_beneath
+from pager.graph.access import Neighbours, SavedBeneath, SavedTensorHooks, hooks_beneath
 from pager.mmu.binding import Binding, raw_version, strided_view
 
 
@@ -38,10 +38,24 @@ def changed_since(tensor_name: str, size: torch.Size, found: int, expected: int)
 class _SavedFrame:
     """A saved tensor that lay in a managed frame."""
 
-    __slots__ = ("base", "binding", "conj", "dtype", "neg", "offset", "size", "stride", "version")
+    __slots__ = (
+        "base",
+        "binding",
+        "conj",
+        "dtype",
+        "neg",
+        "neighbours",
+        "offset",
+        "place",
+        "size",
+        "stride",
+        "version",
+    )
 
-    def __init__(self, binding: Binding, tensor: torch.Tensor) -> None:
+    def __init__(self, binding: Binding, tensor: torch.Tensor, neighbours: Neighbours | None) -> None:
         self.binding = binding
+        self.neighbours = neighbours
+        self.place = 0 if neighbours is None else neighbours.next_place()
         # A gradient that is dropped while this refers to it becomes an ordinary tensor with the old values,
         # and so does a parameter when its model is closed.
         self.base = binding.tensor
@@ -54,6 +68,8 @@ class _SavedFrame:
         self.offset = int(tensor.storage_offset())
 
     def unpack(self) -> torch.Tensor:
+        if self.neighbours is not None:
+            self.neighbours.unpack_beside(self.place)
         found = raw_version(self.base)
         if found != self.version:
             raise changed_since(f"parameter {self.binding.name}", self.size, found, self.version)
@@ -67,20 +83,6 @@ class _SavedFrame:
             tensor = torch._conj(tensor)
         if self.neg:
             tensor = torch._neg_view(tensor)
-        return tensor
-
-
-class _SavedBeneath:
-    """A saved tensor that the hooks beneath ours packed."""
-
-    __slots__ = ("packed", "unpack_beneath")
-
-    def __init__(self, hooks: SavedTensorHooks, tensor: torch.Tensor) -> None:
-        self.packed = hooks[0](tensor)
-        self.unpack_beneath = hooks[1]
-
-    def unpack(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.unpack_beneath(self.packed)
         return tensor
 
 
@@ -100,22 +102,23 @@ class _SavedOrdinary:
         return self.tensor
 
 
-def _unpack(saved: _SavedFrame | _SavedBeneath | _SavedOrdinary) -> torch.Tensor:
+def _unpack(saved: _SavedFrame | SavedBeneath | _SavedOrdinary) -> torch.Tensor:
     return saved.unpack()
 
 
 def saving_frames(frames: dict[int, Binding]) -> SavedTensorHooks:
     """Hooks under which tensors over ``frames`` (storage address -> binding) are packed as frames."""
     beneath = hooks_beneath()
+    neighbours = None if beneath is None else Neighbours()
 
-    def pack(tensor: torch.Tensor) -> _SavedFrame | _SavedBeneath | _SavedOrdinary:
+    def pack(tensor: torch.Tensor) -> _SavedFrame | SavedBeneath | _SavedOrdinary:
         # Looking at storage of a tensor without one (sparse, functional wrappers) raises; such are never
         # frames.
         binding = frames.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if binding is not None:
-            return _SavedFrame(binding, tensor)
-        if beneath is not None:
-            return _SavedBeneath(beneath, tensor)
+            return _SavedFrame(binding, tensor, neighbours)
+        if beneath is not None and neighbours is not None:
+            return neighbours.add(SavedBeneath(beneath, tensor))
         return _SavedOrdinary(tensor)
 
     return pack, _unpack

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -490,6 +491,28 @@ def test_frames_that_the_backward_of_a_loss_needs_come_back_one_by_one() -> None
         report("x", x.grad)
 
     check_same(make, script, share=0.25)
+
+
+@pytest.mark.parametrize("product", [transposed, F.linear], ids=["view", "weight"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_no_weight_is_on_the_device_in_use_while_a_checkpoint_is_recomputed(product: Any, times: int) -> None:
+    """Autograd unpacks the weight of ``x @ w`` before ``x``, whose unpacking recomputes."""
+
+    def script(model: Any, report: Report) -> None:
+        def multiply(x: Tensor, weight: Tensor) -> Tensor:
+            if torch._C._current_graph_task_id() != -1:
+                report_leases(model, report, [])
+            return product(x, weight)
+
+        model.multiply = multiply
+        x = torch.randn(2, WIDTH, requires_grad=True)
+        loss = checkpoint(model, x, use_reentrant=False).exp().sum()
+        for _ in range(times):
+            loss.backward(retain_graph=times > 1)
+        report("x", x.grad)
+        report("gradients", gradients(model))
+
+    check_same(make, script, share=0.2)
 
 
 def test_a_tied_weight_under_two_names() -> None:
