@@ -221,14 +221,12 @@ _top_hooks: Callable[[bool], SavedTensorHooks | None] | None = getattr(
 
 
 # torch.func switches hooks off.
-_hooks_enabled: Callable[[], bool] = getattr(
-    torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True
+can_hook: Callable[[], bool] = (
+    getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+    if _top_hooks is not None
+    else lambda: False
 )
-
-
-def can_hook() -> bool:
-    """Whether saved-tensor hooks may be put in force here, and torch can say which are already."""
-    return _top_hooks is not None and _hooks_enabled()
+"""Whether saved-tensor hooks may be put in force here, and torch can say which are already."""
 
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks

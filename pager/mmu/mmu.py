@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _WRITES_UNCOUNTED = ("_amp_foreach_", "_fused_")
 
 
+_Tensor = torch.Tensor
+
+
 class Mmu:
     """Bindings and accesses of one managed model."""
 
@@ -103,7 +106,7 @@ class Mmu:
                     push_hooks(saving_frames(frames), pushed)
                 result = func(*args, **kwargs)
                 # Asked here, since this is the way of every operation: nearly none makes a view.
-                if type(result) is not torch.Tensor or result._is_view() or name in VIEWS_UNSEEN:
+                if type(result) is not _Tensor or result._is_view() or name in VIEWS_UNSEEN:
                     mark_views(result, leases, bindings, views)
                 return result
         finally:

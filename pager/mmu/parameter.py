@@ -22,7 +22,7 @@ from pager.mmu import foreach
 from pager.mmu.binding import Binding, NoTorchFunction, set_data
 
 if TYPE_CHECKING:
-    from pager.mmu.view import Frames, View
+    from pager.mmu.view import View
 
 # func -> handler(func, args, kwargs); filled by pager.mmu.special
 SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -31,9 +31,7 @@ SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 class Managed(torch.Tensor):
     """What passes through the door: paged tensors, and views of their frames (`pager.mmu.view`)."""
 
-    # Of a paged tensor: its binding. Of a view: what it lies on.
-    _pager: Any = None
-    _pager_view: Frames | None = None
+    _pager: Any  # of a view None
 
 
 class Paged(Managed):
@@ -105,7 +103,9 @@ def _access_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """An operation that names views, and perhaps paged tensors too."""
     found = collect_tensors(Managed, args, kwargs)
     bindings = [tensor._pager for tensor in found if tensor._pager is not None]
-    views = [(tensor, frames) for tensor in found if (frames := tensor._pager_view) is not None]
+    views: list[View] = [
+        (tensor, frames) for tensor in found if (frames := getattr(tensor, "_pager_view", None)) is not None
+    ]
     if not bindings and not views:
         with NoTorchFunction():
             return func(*args, **kwargs)

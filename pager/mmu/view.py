@@ -92,6 +92,9 @@ View = tuple[torch.Tensor, Frames]
 class PagedView(Managed):
     """A view of a paged tensor. Never made by users; `torch.Tensor` in all but its class."""
 
+    _pager = None
+    _pager_view: Frames | None = None
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
