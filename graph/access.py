@@ -108,10 +108,10 @@ def collect_tensors(cls: type[T], args: Iterable[Any], kwargs: Mapping[str, Any]
 def _collect(cls: type[T], values: Iterable[Any], found: dict[int, T]) -> None:
     for value in values:
         kind = type(value)
-        if kind is cls or cls in kind.__mro__:
-            found.setdefault(id(value), value)
-        elif kind is torch.Tensor or kind is int or kind is float:
+        if kind is Tensor or kind is int or kind is float:
             continue
+        if cls in kind.__mro__:
+            found.setdefault(id(value), value)
         elif isinstance(value, (list, tuple)):
             _collect(cls, value, found)
         elif isinstance(value, dict):
