@@ -14,6 +14,9 @@ seen without us;
 version: hooks switch off
   torch's in-place check, so we make it.
 
+A weight that is asked for first has what was saved beside it unpacked before it comes to the device: under a checkpoint
+that recomputes, and needs the room.
+
 Why not pin from forward to backward: then nothing could ever leave.
 """
 
