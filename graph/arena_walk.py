@@ -31,14 +31,16 @@ BATCH_SHARE = 16
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Placement:
     """bool per parameter: ``stays`` (its weight is on the device for good), ``wired`` (it is so and has no home below),
-    ``keeps_states`` (its states are on the device, and have a home below), ``on_cpu`` (the CPU updates it),
-    ``weight_on_disk`` and ``states_on_disk`` (where its home is).
+    ``keeps_states`` (its states are on the device, and have a home below), ``on_cpu`` (the CPU updates it), ``beside``
+    (its gradient may be lent to an update beside the backward), ``weight_on_disk`` and ``states_on_disk`` (where its
+    home is).
     """
 
     stays: BoolArray
     wired: BoolArray
     keeps_states: BoolArray
     on_cpu: BoolArray
+    beside: BoolArray
     weight_on_disk: BoolArray
     states_on_disk: BoolArray
 
@@ -72,10 +74,20 @@ class DeviceShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepKnobs:
-    """``update_at``: "step" or "backward"; ``prefetch_extents``: of 16 MiB, brought ahead. ValueError for others."""
+    """``update_at``: "step" or "backward"; ``prefetch_extents``: of 16 MiB, brought ahead. ValueError for others.
+
+    With updates in backward: ``lent_bytes`` of gradients may wait for their updates beside it, and ``home_bytes`` of
+    gradients may be at home for the CPU's (None: all). ``cpu_threads``: at the CPU's updates while the link has
+    something to do, None for all of them; while it rests it is all, if updates are in backward. ``cpu_slices``: into
+    how many an update of the CPU is cut, per parameter; None: one for each thread.
+    """
 
     update_at: str = "step"
     prefetch_extents: int = 4
+    lent_bytes: int = 0
+    home_bytes: int | None = None
+    cpu_threads: int | None = None
+    cpu_slices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.update_at not in ("step", "backward"):
@@ -137,7 +149,7 @@ class ArenaWalk:
         self.elements = model.num_elements.tolist()
         # As lists: single items of arrays cost ten times as much.
         self.stays, self.keeps_states = placement.stays.tolist(), placement.keeps_states.tolist()
-        self.on_cpu = placement.on_cpu.tolist()
+        self.on_cpu, self.beside = placement.on_cpu.tolist(), placement.beside.tolist()
         self.weight_on_disk = placement.weight_on_disk.tolist()
         self.states_on_disk = placement.states_on_disk.tolist()
         self.fixed_bytes = sum(b for b, stays in zip(self.weight_bytes, self.stays, strict=True) if stays)
@@ -161,8 +173,15 @@ class ArenaWalk:
         )  # the weight's home, or the copy that stays, is good after this task
         self.gradient_home = [-1] * len(self.elements)
         self.last_compute = -1
+        # What the compute stream waits for before its next task, as it was told.
+        self.owed: list[int] = []
+        # The CPU's update of a weight, until somebody has waited for it.
+        self.updating: dict[int, int] = {}
         # The host's last task, and what its thread waits for before the next one.
         self.issued = self.synchronized = -1
+        # What the host has launched and may not have begun yet: tasks, each with its launches.
+        self.queued: deque[tuple[int, int]] = deque()
+        self.num_queued = 0
         self.position = 0
         self.horizon = 0
         self.num_unused_extents = 0
@@ -183,14 +202,34 @@ class ArenaWalk:
         self.num_rows = len(self.row_parameter)
 
     def _host(self, seconds: float) -> None:
-        """The host's thread is busy; what is enqueued after this cannot begin before."""
-        self.issued = self.tasks.add(Engine.HOST, seconds, (self.synchronized,), kind="host")
+        """The host's thread is busy; what is enqueued after this cannot begin before. It runs no farther ahead of the
+        device than the driver queues.
+        """
+        waits = [self.synchronized]
+        while self.num_queued > self.rates.queued_launches:
+            task, count = self.queued.popleft()
+            self.num_queued -= count
+            waits.append(task)
+        self.issued = self.tasks.add(Engine.HOST, seconds, waits[:1] + waits[-1:], kind="host")
         self.synchronized = -1
 
     def _compute(self, seconds: float, waits: list[int], kind: str, subject: int) -> int:
-        waits = [*waits, self.issued]
+        waits = [*waits, *self.owed, self.issued]
+        self.owed.clear()
         self.last_compute = self.tasks.add(Engine.COMPUTE, seconds, waits, kind=kind, subject=subject)
         return self.last_compute
+
+    def _launched(self, task: int, num_launches: int) -> None:
+        self.queued.append((task, num_launches))
+        self.num_queued += num_launches
+
+    def _wait_for_cpu(self, parameter: int) -> None:
+        """The host's thread waits until the CPU has updated a weight that is wanted."""
+        update = self.updating.pop(parameter, -1)
+        if update >= 0:
+            waits = (update, self.synchronized)
+            self.issued = self.tasks.add(Engine.HOST, 0.0, waits, kind="host waits", subject=parameter)
+            self.synchronized = -1
 
     def _bring(self, parameter: int) -> list[int]:
         """A streamed weight is to be on the device: page it in unless it is there. Pins it."""
@@ -219,8 +258,14 @@ class ArenaWalk:
             source = self.tasks.add(
                 Engine.DISK_READ, num_bytes, (source,), kind="parameter from disk", subject=parameter
             )
+        # pagerd passes over what the CPU is at, and comes back to it.
         arrival = self.tasks.add(
-            Engine.LINK_IN, num_bytes, (*waits, source), kind="parameter in", subject=parameter
+            Engine.LINK_IN,
+            num_bytes,
+            (*waits, source),
+            kind="parameter in",
+            subject=parameter,
+            late=parameter in self.updating,
         )
         held = self.held[parameter] = Held(num_bytes, arrival, arrival, arrival)
         return held

@@ -38,7 +38,7 @@ def trace_events(step: SimulatedStep, *, name: str = "simulated step") -> list[d
         begin, end = task.begin_seconds * _SECONDS_TO_US, task.end_seconds * _SECONDS_TO_US
         place = {"pid": _PROCESS, "tid": thread[task.engine]}
         unit = "parameters" if task.engine == "cpu update" else "bytes"
-        work = {} if task.engine in ("compute", "host") else {unit: task.work}
+        work = {} if task.engine in ("compute", "beside", "host") else {unit: task.work}
         arguments = {"parameter": task.subject, **work}
         label = f"{task.kind} {task.subject}".strip()
         events.append(
@@ -52,18 +52,18 @@ def trace_events(step: SimulatedStep, *, name: str = "simulated step") -> list[d
                 "args": arguments,
             }
         )
-        if task.engine != "compute":
+        if task.engine not in ("compute", "beside"):
             continue
         for before in task.waits:
             copy = drawn.get(before)
-            if copy is None or copy.engine != "h2d" or before in used:
+            if copy is None or copy.engine not in ("h2d", "slots in") or before in used:
                 continue
             used.add(before)
             flow = {"name": "first use", "cat": "flow", "id": before, "pid": _PROCESS}
             left = copy.end_seconds * _SECONDS_TO_US
             # A flow binds to the slice that it lies in: the copy's last moment, the computation's first.
-            events.append({"ph": "s", "ts": max(left - 1e-3, 0.0), "tid": thread["h2d"], **flow})
-            events.append({"ph": "f", "bp": "e", "ts": begin, "tid": thread["compute"], **flow})
+            events.append({"ph": "s", "ts": max(left - 1e-3, 0.0), "tid": thread[copy.engine], **flow})
+            events.append({"ph": "f", "bp": "e", "ts": begin, "tid": thread[task.engine], **flow})
     wave = step.waveform
     for seconds, pages, activations in zip(
         wave.seconds.tolist(), wave.pages.tolist(), wave.activations.tolist(), strict=True

@@ -23,7 +23,7 @@ from pager.graph.arena_walk import DeviceShares, Placement, StepKnobs
 from pager.graph.cost_model import SupportsEviction
 from pager.graph.step_model import StepModel
 from pager.graph.step_schedule import Schedule
-from pager.graph.task_timing import ENGINE_NAMES, Engine, MachineRates, Timing, run_tasks
+from pager.graph.task_timing import ENGINE_NAMES, RESOURCE, Engine, MachineRates, Timing
 
 __all__ = ["SimulatedStep", "simulate"]
 
@@ -85,9 +85,12 @@ class ResidentSpan(NamedTuple):
 class SimulatedStep:
     """One step in the steady state.
 
-    ``stall_seconds``: by what the computation waited for. ``busy_seconds``, by engine. ``*_bytes``: over each link
-    direction and each way of the disk. ``cpu_share``: of the elements. ``bound`` is `pager.graph.bound`'s, in seconds,
-    where whoever simulated asked for it.
+    ``stall_seconds``: by what the computation waited for, with nothing beside it. ``busy_seconds``, by what streams
+    share: the device, each direction of the link. ``*_bytes``: over each link direction and each way of the disk.
+    ``cpu_share``: of the elements. ``rest_seconds``: from the end of a step to the first gradient, as the host sees it,
+    without ``late_seconds`` in which it waited for the CPU's updates. ``num_refused_elements``: of the CPU's part,
+    updated by the device since no home was free. ``bound`` is `pager.graph.bound`'s, in seconds, where whoever
+    simulated asked for it.
     """
 
     seconds: float
@@ -104,6 +107,8 @@ class SimulatedStep:
     cpu_share: float
     cpu_parameters_per_second: float
     rest_seconds: float
+    late_seconds: float
+    num_refused_elements: int
     waveform: Waveform
     hit_rate: float
     tasks: tuple[SimulatedTask, ...] = field(repr=False)
@@ -154,8 +159,7 @@ def simulate(
     schedule = Schedule(model, placement, shares, knobs or StepKnobs(), copy.deepcopy(policy), limits)
     for _ in range(NUM_STEPS):
         schedule.run_step()
-    timing = run_tasks(schedule.tasks, limits)
-    return _Report(schedule, timing).make(keep_tasks=keep_tasks)
+    return _Report(schedule, schedule.clock.run()).make(keep_tasks=keep_tasks)
 
 
 class _Report:
@@ -175,11 +179,9 @@ class _Report:
         tasks = schedule.tasks
         own = range(self.marks.first_task, len(tasks))
         work = dict.fromkeys(Engine, 0.0)
-        busy = dict.fromkeys(Engine, 0.0)
         for task in own:
-            engine = Engine(tasks.engine[task])
-            work[engine] += tasks.work[task]
-            busy[engine] += float(timing.end[task] - timing.begin[task])
+            work[RESOURCE[Engine(tasks.engine[task])]] += tasks.work[task]
+        busy = self._busy()
         first_backward = model.first_backward_tick
         middle = (
             float(timing.begin[self.marks.ticks[first_backward]])
@@ -187,16 +189,15 @@ class _Report:
             else self.end
         )
         count = max(model.num_parameters, 1)
-        first_gradient = self.marks.first_gradient
         cpu_bytes = schedule.rates.cpu_bytes_per_parameter
-        moved = sum(work[engine] for engine in Engine if engine not in (Engine.COMPUTE, Engine.CPU_UPDATE))
+        moved = sum(work[e] for e in (Engine.LINK_IN, Engine.LINK_OUT, Engine.DISK_READ, Engine.DISK_WRITE))
         return SimulatedStep(
             seconds=self.end - self.begin,
             forward_seconds=middle - self.begin,
             backward_seconds=self.end - middle,
             compute_seconds=work[Engine.COMPUTE],
             stall_seconds=self._stalls(),
-            busy_seconds={ENGINE_NAMES[engine]: busy[engine] for engine in Engine},
+            busy_seconds={ENGINE_NAMES[engine]: busy[engine] for engine in Engine if engine in busy},
             page_in_bytes=round(work[Engine.LINK_IN]),
             page_out_bytes=round(work[Engine.LINK_OUT]),
             disk_read_bytes=round(work[Engine.DISK_READ]),
@@ -206,7 +207,8 @@ class _Report:
             cpu_parameters_per_second=(
                 work[Engine.CPU_UPDATE] / busy[Engine.CPU_UPDATE] if busy[Engine.CPU_UPDATE] else 0.0
             ),
-            rest_seconds=float(timing.end[first_gradient]) - self.begin if first_gradient >= 0 else 0.0,
+            **self._rest(),
+            num_refused_elements=self.marks.num_refused_elements,
             waveform=self._waveform(),
             hit_rate=self.marks.hits / max(self.marks.hits + self.marks.misses, 1),
             tasks=self._tasks() if keep_tasks else (),
@@ -214,18 +216,53 @@ class _Report:
             tier_bytes=self._tier_bytes(),
         )
 
-    def _stalls(self) -> dict[str, float]:
-        """Gaps in the computation, each by the last thing that it waited for."""
+    def _own(self, *engines: Engine) -> list[int]:
+        engine = self.schedule.tasks.engine
+        return [task for task in range(self.marks.first_task, len(engine)) if engine[task] in engines]
+
+    def _busy(self) -> dict[Engine, float]:
+        """Seconds in which something of a resource was at work, for the tasks of the step."""
+        busy = {}
+        for resource in dict.fromkeys(RESOURCE.values()):
+            own = self._own(*(engine for engine in Engine if RESOURCE[engine] == resource))
+            order = sorted(own, key=lambda task: float(self.timing.begin[task]))
+            seconds, until = 0.0, -np.inf
+            for task in order:
+                end = float(self.timing.end[task])
+                seconds += max(end - max(float(self.timing.begin[task]), until), 0.0)
+                until = max(until, end)
+            busy[resource] = seconds
+        return busy
+
+    def _rest(self) -> dict[str, float]:
+        """What the runtime's rates say (`pager.optim.cpu_rates`) of the time before the first gradient."""
         tasks, timing = self.schedule.tasks, self.timing
+        late, free = 0.0, self.begin
+        for task in self._own(Engine.HOST):
+            if tasks.kind[task] == "host waits":
+                late += max(float(timing.begin[task]) - free, 0.0)
+            free = float(timing.end[task])
+        before, first = self.schedule.steps[-2].link_rests, self.marks.first_gradient
+        began = float(timing.end[before]) if before >= 0 else self.begin
+        rest = float(timing.end[first]) - began - late if first >= 0 else 0.0
+        return {"rest_seconds": max(rest, 0.0), "late_seconds": late}
+
+    def _stalls(self) -> dict[str, float]:
+        """Gaps in the computation, each by the last thing that it waited for; an update beside it waited itself."""
+        tasks, timing = self.schedule.tasks, self.timing
+        beside = self._own(Engine.BESIDE)
+        begins, ends = timing.begin[beside], timing.end[beside]
         stalls: dict[str, float] = {}
         free = self.begin
-        for task in range(self.marks.first_task, len(tasks)):
-            if tasks.engine[task] != Engine.COMPUTE:
-                continue
-            gap = float(timing.begin[task]) - free
+        for task in self._own(Engine.COMPUTE):
+            begin = float(timing.begin[task])
+            gap = begin - free
+            gap -= float(np.clip(np.minimum(ends, begin) - np.maximum(begins, free), 0.0, None).sum())
             free = float(timing.end[task])
-            if gap > 1e-9 and tasks.waits(task):
-                last = max(tasks.waits(task), key=lambda before: float(timing.end[before]))
+            last = task
+            while tasks.waits(last) and (last == task or tasks.engine[last] == Engine.BESIDE):
+                last = max(tasks.waits(last), key=lambda before: float(timing.end[before]))
+            if gap > 1e-9 and last != task:
                 stalls[tasks.kind[last]] = stalls.get(tasks.kind[last], 0.0) + gap
         return dict(sorted(stalls.items(), key=lambda item: -item[1]))
 

@@ -9,14 +9,21 @@ states go to, what the CPU is given. It knows no time. The result is a list of t
 Of the runtime it keeps: parameters that stay or stream; batches of eviction; staging slots, units cut to a slot;
 ``update_at="step"`` (updates wait for their parameter's next use, gradients wait on the device or, where room is
 short, at home) and ``"backward"`` (each parameter is stepped as its gradient comes, the states of the next ones on
-their way); the CPU's part (gradient home, update, a parameter that stays is sent back); the host's time for each access
-and unit, and that a loop reads its loss. It leaves out: that frames must stand side by side, pages at the ends of
-tensors, optimizers that cannot be cut into slices, accumulation. States on the disk stream through the slots too.
+their way; beside the compute where gradients may be lent, which then waits for the oldest loan of too many); slots on
+streams of their own; the CPU's part (gradient home, update in the order of the next uses, a parameter that stays is
+sent back; threads by whether the link rests); the host's time for each access and unit, that it runs no farther ahead
+than the driver queues, waits for an update of the CPU whose parameter it uses, and that a loop reads its loss. It
+leaves out: that frames must stand side by side, pages at the ends of tensors, optimizers that cannot be cut into
+slices, accumulation. States on the disk stream through the slots too.
+
+One decision hangs on the clock, in the runtime and so here: a gradient that finds all homes lent to updates that the
+CPU has not done is the device's. ``is_over`` is asked for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +31,7 @@ import numpy as np
 from pager.graph.arena_walk import ArenaWalk, DeviceShares, Held, Placement, Stay, StepKnobs
 from pager.graph.cost_model import SupportsEviction
 from pager.graph.step_model import StepModel
-from pager.graph.task_timing import Engine, MachineRates
+from pager.graph.task_timing import Clock, Engine, MachineRates
 
 __all__ = ["Schedule", "StepMarks"]
 
@@ -46,7 +53,10 @@ class StepMarks:
     first_task: int
     last_compute: int = -1
     ticks: list[int] = field(default_factory=list)
+    # The host's tasks at which the link has something to do, and rests again.
     first_gradient: int = -1
+    link_rests: int = -1
+    num_refused_elements: int = 0
     hits: int = 0
     misses: int = 0
 
@@ -62,8 +72,13 @@ class Schedule(ArenaWalk):
         knobs: StepKnobs,
         policy: SupportsEviction,
         rates: MachineRates,
+        *,
+        is_over: Callable[..., bool] | None = None,
     ) -> None:
+        """``is_over(task, at=task)``: whether the first has ended when the second does; by default by the clock."""
         super().__init__(model, placement, shares, knobs, policy, rates)
+        self.clock = Clock(self.tasks, rates)
+        self.is_over = is_over or self.clock.is_over
         self.steps: list[StepMarks] = []
         size = model.size
         self.unit_elements = (
@@ -75,6 +90,12 @@ class Schedule(ArenaWalk):
         self.ahead: dict[int, list[_Unit]] = {}
         self.stepped: set[int] = set()
         self.in_slots: list[Stay] = []
+        # Gradients lent to updates beside the backward, oldest first: until which task, and bytes.
+        self.loans: deque[tuple[int, int]] = deque()
+        # Homes lent to gradients that the CPU updates with, in the same way.
+        self.homes: list[tuple[int, int]] = []
+        if knobs.cpu_threads is not None and self.placement.on_cpu.any():
+            self._limit_threads(knobs.cpu_threads)
 
     # -- the walk ----------------------------------------------------------------------------------
 
@@ -93,12 +114,13 @@ class Schedule(ArenaWalk):
                 waits += self._use(self.row_parameter[row])
             self._host(self.rates.host_access_seconds)
             task = self._compute(seconds[tick], waits, "compute", parameters[0] if parameters else -1)
+            self._launched(task, self.rates.access_launches)
             marks.ticks.append(task)
-            gradients = self.gradients_at.get(tick, ())
             for parameter in parameters:
                 self._used(parameter, task)
-            for parameter in gradients:
-                marks.first_gradient = task if marks.first_gradient < 0 else marks.first_gradient
+            for parameter in self.gradients_at.get(tick, ()):
+                if marks.first_gradient < 0:
+                    marks.first_gradient = self._limit_threads(self.knobs.cpu_threads)
                 self._gradient(parameter)
             if parameters:
                 self.position += 1
@@ -110,6 +132,7 @@ class Schedule(ArenaWalk):
 
     def _use(self, parameter: int) -> list[int]:
         """Bring a weight for an access, its waiting update first; what the access waits for."""
+        self._wait_for_cpu(parameter)
         waits = [] if self.stays[parameter] else self._bring(parameter)
         self.num_hits += self.stays[parameter]
         if self.stays[parameter] and self.ready[parameter] >= 0:
@@ -135,18 +158,52 @@ class Schedule(ArenaWalk):
         """The gradient of a parameter is final."""
         if self.knobs.update_at == "step":
             self._keep_gradient(parameter)
-        elif self.on_cpu[parameter]:
+        elif self.on_cpu[parameter] and self._lend_home(parameter):
             out = self._send_gradient(parameter, self.last_compute)
-            self._update_on_cpu(parameter, out)
+            update = self._update_on_cpu(parameter, out)
+            self.homes.append((update, self.elements[parameter] * self.model.size.gradient))
         else:
-            self.stepped.add(parameter)
-            units = self.ahead.pop(parameter, None) or self._units(parameter)
-            waits = [] if self.stays[parameter] else self._bring(parameter)
-            for place, unit in enumerate(units):
-                self._run_unit(unit, waits)
-                if all(self._fetch(later) for later in units[place + 1 :]):
-                    self._fetch_ahead()
-            self._used(parameter, self.last_compute)
+            self._step_on_device(parameter)
+
+    def _step_on_device(self, parameter: int) -> None:
+        self.stepped.add(parameter)
+        units = self.ahead.pop(parameter, None) or self._units(parameter)
+        waits = [] if self.stays[parameter] else self._bring(parameter)
+        if self.beside[parameter]:
+            waits.append(self.last_compute)
+        last = -1
+        for place, unit in enumerate(units):
+            last = self._run_unit(unit, waits, beside=self.beside[parameter])
+            if all(self._fetch(later) for later in units[place + 1 :]):
+                self._fetch_ahead()
+        self._used(parameter, last)
+        if self.beside[parameter]:
+            self._lend(self.elements[parameter] * self.model.size.gradient, last)
+
+    def _lend(self, num_bytes: int, until: int) -> None:
+        """A gradient is lent until an update beside the backward is done; of too many the compute waits for the oldest.
+        Those that are over by then it waits for in vain.
+        """
+        self.loans.append((until, num_bytes))
+        while len(self.loans) > 1 and sum(lent for _, lent in self.loans) > self.knobs.lent_bytes:
+            self.owed.append(self.loans.popleft()[0])
+
+    def _lend_home(self, parameter: int) -> bool:
+        """Whether a gradient finds a home for the CPU's update of its parameter."""
+        if self.knobs.home_bytes is None:
+            return True
+        num_bytes = self.elements[parameter] * self.model.size.gradient
+        self.homes = [home for home in self.homes if not self.is_over(home[0], at=self.issued)]
+        if sum(lent for _, lent in self.homes) + num_bytes <= self.knobs.home_bytes:
+            return True
+        self.steps[-1].num_refused_elements += self.elements[parameter]
+        return False
+
+    def _limit_threads(self, num_threads: int | None) -> int:
+        """From where the host is now on, so many threads are at the CPU's updates; the host's task."""
+        self._host(0.0)
+        self.tasks.limits[self.issued] = self.rates.cpu_threads if num_threads is None else num_threads
+        return self.issued
 
     def _keep_gradient(self, parameter: int) -> None:
         num_bytes = self.elements[parameter] * self.model.size.gradient
@@ -172,13 +229,16 @@ class Schedule(ArenaWalk):
         num_bytes = self.elements[parameter] * self.model.size.gradient
         return self.tasks.add(Engine.LINK_OUT, num_bytes, (after,), kind="gradient out", subject=parameter)
 
-    def _update_on_cpu(self, parameter: int, gradient_at_home: int) -> None:
-        update = self.tasks.add(
+    def _update_on_cpu(self, parameter: int, gradient_at_home: int) -> int:
+        slices = self.knobs.cpu_slices
+        update = self.updating[parameter] = self.tasks.add(
             Engine.CPU_UPDATE,
             self.elements[parameter],
             (gradient_at_home,),
             kind="cpu update",
             subject=parameter,
+            due=len(self.steps) * self.num_rows + (self.rows_of[parameter] or [0])[0],
+            slices=self.rates.cpu_threads if slices is None else slices[parameter],
         )
         if self.stays[parameter]:
             self.ready[parameter] = self.tasks.add(
@@ -189,10 +249,11 @@ class Schedule(ArenaWalk):
                 subject=parameter,
                 late=True,
             )
-            return
+            return update
         if parameter in self.held:
             self._evict(parameter)
         self.ready[parameter] = update
+        return update
 
     def _units(self, parameter: int) -> list[_Unit]:
         count, step = self.elements[parameter], self.unit_elements or self.elements[parameter]
@@ -222,12 +283,12 @@ class Schedule(ArenaWalk):
             source = self.tasks.add(
                 Engine.DISK_READ,
                 self.model.size.state * unit.num_elements,
-                (source,),
+                (source, self.issued),
                 kind="states from disk",
                 subject=unit.parameter,
             )
         unit.arrival = self.tasks.add(
-            Engine.LINK_IN,
+            Engine.SLOTS_IN,
             num_bytes,
             (self.slots.popleft(), source, self.issued),
             kind="states in",
@@ -235,22 +296,38 @@ class Schedule(ArenaWalk):
         )
         return True
 
-    def _run_unit(self, unit: _Unit, waits: list[int]) -> None:
-        """Step a slice, and send its states home."""
+    def _drop_fetched(self) -> None:
+        """A unit that nobody fetched ahead finds no free slot: what was fetched last is needed last."""
+        units = [*self.ahead.values(), *self.pending.values()]
+        fetched = [unit for some in units for unit in some if unit.arrival is not None and unit.arrival >= 0]
+        if fetched:
+            last = max(fetched, key=lambda unit: unit.arrival or 0)
+            self.slots.append(last.arrival or 0)
+            last.arrival = None
+
+    def _run_unit(self, unit: _Unit, waits: list[int], *, beside: bool = False) -> int:
+        """Step a slice, and send its states home; the task that steps."""
         parameter = unit.parameter
+        if not self._fetch(unit):
+            self._drop_fetched()
         if not self._fetch(unit):
             raise ValueError("a unit of the update finds no slot: there are none for states that stream")
         self._host(self.rates.host_unit_seconds)
         held_slot = unit.arrival is not None and unit.arrival >= 0
         seconds = unit.num_elements / self.rates.device_update_parameters_per_second
         arrival = -1 if unit.arrival is None else unit.arrival
-        task = self._compute(seconds, [*waits, arrival], "update", parameter)
+        if beside:
+            waits = [*waits, arrival, self.issued]
+            task = self.tasks.add(Engine.BESIDE, seconds, waits, kind="update", subject=parameter)
+        else:
+            task = self._compute(seconds, [*waits, arrival], "update", parameter)
+        self._launched(task, self.rates.unit_launches)
         if held_slot:
             last = task
             if not self.keeps_states[parameter]:
                 num_bytes = self.model.size.state * unit.num_elements
                 last = self.tasks.add(
-                    Engine.LINK_OUT, num_bytes, (task,), kind="states out", subject=parameter
+                    Engine.SLOTS_OUT, num_bytes, (task,), kind="states out", subject=parameter
                 )
                 if self.states_on_disk[parameter]:
                     self.tasks.add(
@@ -262,6 +339,7 @@ class Schedule(ArenaWalk):
         held = self.held.get(parameter)
         if held is not None:
             held.dirty, held.last_use = True, task
+        return task
 
     def _fetch_ahead(self) -> None:
         """Fill free slots for the units that run next."""
@@ -295,8 +373,13 @@ class Schedule(ArenaWalk):
                     self._drop_gradient(parameter, home)
                 self._update_on_cpu(parameter, home)
         else:
+            self.owed += [until for until, _ in self.loans]
+            self.loans.clear()
+            if self.owed:
+                self._compute(0.0, [], "updates joined", -1)
+            if self.placement.on_cpu.any():
+                self.steps[-1].link_rests = self._limit_threads(None)
             self.coming = deque(self.gradient_order)
             self.ahead, self.stepped = {}, set()
-        self.tasks.mark()
         self._fetch_ahead()
         self.synchronized = self.last_compute  # the loop reads the loss

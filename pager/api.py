@@ -93,7 +93,7 @@ class Handle:
     def config(self) -> Config:
         """The knobs in force."""
         self._runtime.check_open()
-        return self._runtime.config
+        return self._runtime.boundary.config
 
     @property
     def plan(self) -> Plan:
@@ -109,7 +109,7 @@ class Handle:
                 "disk": runtime.disk.budget_bytes if runtime.disk is not None else None,
             },
             # A fresh one: what the running one knows of the past would colour the prediction.
-            policy=CheckedPolicy(make_eviction_policy(runtime.config.eviction)),
+            policy=CheckedPolicy(make_eviction_policy(runtime.boundary.config.eviction)),
         )
 
     def statistics(self) -> Statistics:
@@ -124,14 +124,15 @@ class Handle:
 
     def set(self, **knobs: Any) -> None:
         """Change ``prefetch_distance`` or ``eviction`` at the next step boundary (at once where the policy had failed),
-        or ``host_budget`` now.
+        or ``host_budget``: now where it holds what is in use once the pageable part is given back; a smaller one at the
+        next step boundary, where homes move to the disk. With a larger one they come back, a part at each boundary.
 
         Raises ConfigError or TypeError at once for values that cannot work and for knobs that cannot change,
-        BudgetError for a host budget that is less than what is in use once the pageable part is given back.
+        BudgetError, before anything changes, for a host budget that cannot be had even so; it names the least that can.
+        If the disk fails at the boundary the budget stays what it was, and the next access raises the TierIOError.
         """
         self._runtime.check_open()
         self._runtime.boundary.set(**knobs)
-        self._runtime.config = self._runtime.boundary.config
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from pager.homes import Homes, Wanted, state_name
 from pager.host_limit import host_budget_bytes, host_limit_bytes, process_bytes
 from pager.page_table import Home
 from pager.tiers.disk_probe import DEPTHS, shape_of
+from pager.tiers.page_packer import PagePacker
 from pager.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ def host_room(
     if device.is_simulated and config.device_budget is None:
         slabs = min(slabs, sum(item.num_bytes for item in training_state(parameters, states)))
     ring = shape_of(max(DEPTHS)).num_bytes if config.disk is not None else 0
+    if config.disk_compression is not None:
+        ring += max(DEPTHS) * PagePacker.buffer_bytes(config.page_bytes)
     return whole - max(process_bytes() - on_cpu, 0) - slabs - ring, whole
 
 

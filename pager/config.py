@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pager.errors import ConfigError
 from pager.units import format_bytes, parse_size
@@ -67,6 +68,9 @@ class Config:
     disk: folder for the third tier, or None for two tiers. It is used by what host memory has no room for.
     disk_budget: the most bytes to take there, or "55GiB"; None = what the folder's file system has free, less
         one tenth.
+    disk_compression: "zstd", or a level of zstandard from 1 to 22: pages that shrink are moved to and from the disk
+        compressed; None = all as they are. It changes no bit and needs the package zstandard. It pays on disks that
+        are slower than the cores that are idle; docs/benchmarks.md has the trade.
     update_on: where the optimizer runs; "device" is exact. "auto" gives Adam and AdamW in fp32 (or with a fp32
         master) a part of the parameters to the CPU, as large as it gets done beside the link; "cpu" all it can.
     update_at: "step"; "backward" updates each parameter as soon as its gradient is final, so gradients need no
@@ -90,6 +94,7 @@ class Config:
     host_budget: int | float | str = 0.85
     disk: str | Path | None = None
     disk_budget: int | str | None = None
+    disk_compression: int | str | None = None
     update_on: str = "device"
     update_at: str = "step"
     master: str | None = None
@@ -115,6 +120,7 @@ class Config:
             parse_size(self.disk_budget, name="disk_budget")
             if self.disk is None:
                 raise ConfigError("disk_budget is set but disk is None; name a folder with disk=PATH")
+        self._check_compression()
         if self.update_on not in ("device", "auto", "cpu"):
             raise ConfigError(f'update_on is {self.update_on!r}; expected "device", "auto" or "cpu"')
         if self.update_at not in ("step", "backward"):
@@ -163,6 +169,30 @@ class Config:
             raise TypeError(f"disk is {self.disk!r}; expected the path of a folder, or None")
         if self.disk is not None and not os.fspath(self.disk):
             raise ConfigError("disk is empty text; expected the path of a folder, or None")
+
+    def _check_compression(self) -> None:
+        level = self.disk_compression
+        if level is None:
+            return
+        if isinstance(level, bool) or not isinstance(level, (int, str)):
+            raise TypeError(f'disk_compression is {level!r}; expected "zstd", a level from 1 to 22, or None')
+        # Levels below 1 leave the entropy coding out, which is all that helps with floats.
+        if level != "zstd" and (isinstance(level, str) or not 1 <= level <= 22):
+            raise ConfigError(
+                f'disk_compression is {level!r}; expected "zstd", a level from 1 to 22, or None'
+            )
+        if self.disk is None:
+            raise ConfigError("disk_compression is set but disk is None; name a folder with disk=PATH")
+        if find_spec("zstandard") is None:
+            raise ConfigError(
+                f"disk_compression={level!r} needs the package zstandard, which is not installed. Install it, as by "
+                '`pip install "torch-pager[zstd]"`, or leave disk_compression out'
+            )
+
+    @property
+    def compression_level(self) -> int | None:
+        """``disk_compression`` as a level of zstandard; None where nothing is compressed."""
+        return 1 if self.disk_compression == "zstd" else cast("int | None", self.disk_compression)
 
     @property
     def page_bytes(self) -> int:

@@ -7,8 +7,6 @@ are missing. Segments get their frames when they are made. When an optimizer is 
 again, with what the tiers have left, since only then is it certain what it keeps. States go by (parameter,
 ordinal), since nobody knows beforehand what the optimizer calls them.
 
-The disk's file is opened where there is a folder, and grows by what is planned there, up to its budget.
-
 Wired (home on the device): everything, where everything fits; else parameters, up to half of the arena, since
 a parameter that streams crosses the link four times a step and a state twice. The other half is what
 streaming needs to run ahead. Gradients come and go and would leave holes between wired runs, so they are
@@ -19,28 +17,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from pager.address_space import AddressSpace, Segment, span_elements
-from pager.errors import BudgetError, ConfigError, TierFull, TierIOError
+from pager.errors import BudgetError, TierFull
+from pager.home_frames import HomeFrames
 from pager.page_table import Home, PageTable
 from pager.policies.placement import PlacementError, place
-from pager.tiers.disk_file import DiskFile
-from pager.units import ceil_div, format_bytes
+from pager.units import ceil_div, format_at_least, format_bytes
 
 if TYPE_CHECKING:
+    from pager.tiers.disk_file import DiskFile
     from pager.tiers.host_arena import HostArena
 
 logger = logging.getLogger("pager.homes")
 
-_KIND_RANK = {"parameter": 0, "gradient": 1, "state": 2}
+KIND_RANK = {"parameter": 0, "gradient": 1, "state": 2}
 # How often a byte of this kind crosses the link in a step if it streams: a parameter for forward and backward
 # and both ways at its update; a gradient out and in; a state in and out.
-_CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
+CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
 # What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into
 # slices: the tensor, its gradient, two states.
 _UPDATE_TENSORS = 4
@@ -61,24 +59,19 @@ def state_name(parameter: str, ordinal: int) -> str:
     return f"{parameter}.state{ordinal}"
 
 
-class Homes:
-    """Gives segments their homes and keeps the tiers' frames for them."""
+class Homes(HomeFrames):
+    """Gives segments their homes, and frames there (`pager.home_frames`)."""
 
     def __init__(
         self, space: AddressSpace, table: PageTable, host: HostArena, disk: DiskFile | None, page_size: int
     ) -> None:
+        super().__init__(host, disk, page_size)
         self._space = space
         self._table = table
-        self._host = host
-        self._disk = disk
-        self._page_size = page_size
         self._planned: dict[tuple[str, str], Home] = {}
-        self._spare_frames = 0
         self._over_host_bytes = 0
         self._arena_bytes = 0
         self._wires_states = False
-        # Frames to be free once nobody looks at them: home, first frame, frames, whether somebody does.
-        self._leaving: list[tuple[Home, int, int, Callable[[], bool]]] = []
 
     def plan(
         self,
@@ -170,7 +163,7 @@ class Homes:
                 + self._disk_remedy(bool(have_disk))
                 + self._smallest_change(wanted, sizes, below, error.missing_bytes, host, disk)
             ) from error
-        self._reserve_disk(int(sizes[homes == int(Home.DISK)].sum()) // self._page_size)
+        self.reserve_disk(int(sizes[homes == int(Home.DISK)].sum()) // self._page_size)
         for item, home in zip(wanted, homes, strict=True):
             self._planned[item.kind, item.name] = Home(int(home))
 
@@ -196,22 +189,14 @@ class Homes:
                     extra += max(error.missing_bytes, self._page_size)
             return extra
 
-        of_host = _format_at_least(self._over_host_bytes + enough(1, 0))
-        of_disk = _format_at_least(disk + enough(0, 1))
+        of_host = format_at_least(self._over_host_bytes + enough(1, 0))
+        of_disk = format_at_least(disk + enough(0, 1))
         other = (
             f"disk_budget = {of_disk}"
             if self._disk is not None or disk
             else f"disk=PATH with {of_disk} to take"
         )
         return f" The smallest change that fits: host_budget larger by {of_host}, or {other}."
-
-    @staticmethod
-    def _disk_remedy(have_disk: bool) -> str:
-        return (
-            ", or raise disk_budget or free space there."
-            if have_disk
-            else ", or give a folder with disk=PATH."
-        )
 
     def _place(
         self,
@@ -227,9 +212,9 @@ class Homes:
         return place(
             num_bytes=sizes[index],
             traffic_bytes_if_streamed=sizes[index]
-            * np.array([_CROSSINGS[wanted[i].kind] for i in index], np.int64),
+            * np.array([CROSSINGS[wanted[i].kind] for i in index], np.int64),
             position=index,
-            kind_rank=np.array([_KIND_RANK[wanted[i].kind] for i in index], np.int64),
+            kind_rank=np.array([KIND_RANK[wanted[i].kind] for i in index], np.int64),
             device_capacity=device,
             host_capacity=host,
             disk_capacity=disk,
@@ -238,7 +223,7 @@ class Homes:
     @staticmethod
     def _bill(wanted: Sequence[Wanted], sizes: np.ndarray) -> str:
         parts = []
-        for kind in _KIND_RANK:
+        for kind in KIND_RANK:
             num_bytes = int(sum(size for w, size in zip(wanted, sizes, strict=True) if w.kind == kind))
             parts.append(f"{kind}s {format_bytes(num_bytes)}")
         return ", ".join(parts)
@@ -250,64 +235,6 @@ class Homes:
             for w in wanted
             if self._planned.get((w.kind, w.name)) == Home.DISK
         )
-
-    def open_disk(self, folder: str | Path | None, budget_bytes: int, *, checksum: bool) -> DiskFile | None:
-        """Open the third tier, without a frame yet, where there is a ``folder``. Raises ConfigError."""
-        if folder is not None:
-            try:
-                self._disk = DiskFile(
-                    folder, self._page_size, 0, checksum=checksum, budget_bytes=budget_bytes
-                )
-            except TierIOError as error:
-                why = str(error.strerror).removeprefix("disk: ")
-                raise ConfigError(
-                    f"disk={str(folder)!r}: {why}. Name a folder where this user may make files"
-                ) from error
-        return self._disk
-
-    def _reserve_disk(self, num_frames: int) -> None:
-        """Have ``num_frames`` free frames on the disk. Raises BudgetError."""
-        disk = self._disk
-        if disk is None or num_frames <= disk.num_free:
-            return
-        try:
-            disk.grow(num_frames - disk.num_free)
-        except TierFull as error:
-            raise BudgetError(f"pager: {error}") from error
-
-    def reserve_host(self, num_bytes_of: Sequence[int]) -> None:
-        """Map host memory for segments of these sizes in one piece, so that making them allocates nothing.
-
-        Where there is a disk, no more than the budget leaves: the rest of them goes there. Raises BudgetError.
-        """
-        self._free_left()
-        frames = sum(ceil_div(num_bytes, self._page_size) for num_bytes in num_bytes_of)
-        missing = frames - self._spare_frames
-        if self._disk is not None:
-            missing = min(missing, (self._host.budget_bytes - self._host.reserved_bytes) // self._page_size)
-        if missing > 0:
-            try:
-                self._host.grow(missing)
-            except TierFull as error:
-                raise BudgetError(f"pager: {error}{self._disk_remedy(self._disk is not None)}") from error
-            self._spare_frames += missing
-
-    @property
-    def host_used_bytes(self) -> int:
-        """Bytes of host memory that are somebody's home."""
-        return self._host.used_bytes
-
-    def resize_host(self, extra_bytes: int) -> None:
-        """Homes may take so much more host memory, or less, than before; never less than they have."""
-        self._host.budget_bytes = max(self._host.budget_bytes + extra_bytes, self._host.reserved_bytes)
-
-    def release_host(self) -> int:
-        """Give the system back what no home is in, as far as it can be; the bytes of it."""
-        before = self._host.reserved_bytes
-        released = self._host.trim() + self._host.release_free()
-        gone = (before - self._host.reserved_bytes) // self._page_size
-        self._spare_frames = max(self._spare_frames - gone, 0)
-        return released
 
     def planned(self, kind: str, name: str) -> Home | None:
         """The home decided for a tensor, None if nothing was."""
@@ -354,7 +281,7 @@ class Homes:
     def unsettle(self, segment: Segment) -> None:
         """Take back the frames of a segment that has no value; :meth:`settle` may give it others."""
         home, frame, num_pages = self._frames_of(segment)
-        self._free(home, frame, num_pages)
+        self.give_back(home, frame, num_pages)
         self._table.settle(segment.first_page, segment.last_page, home, -1)
 
     def has_host_room(self, segment: Segment) -> bool:
@@ -370,60 +297,32 @@ class Homes:
                 f"Raise host_budget{self._disk_remedy(self._disk is not None)}"
             ) from error
 
-    def _below(self, home: Home, num_pages: int) -> tuple[Home, int]:
-        """Frames at ``home``, or on the disk where host memory has none left."""
-        if home == Home.HOST:
-            try:
-                return home, self._allocate_host(num_pages)
-            except TierFull:
-                if self._disk is None:
-                    raise
-        assert self._disk is not None
-        if self._disk.largest_free < num_pages:
-            self._disk.grow(num_pages)
-        return Home.DISK, self._disk.allocate(num_pages)
-
-    def _allocate_host(self, num_frames: int) -> int:
-        if self._host.largest_free < num_frames:
-            self._host.grow(num_frames)
-            self._spare_frames += num_frames
-        frame = self._host.allocate(num_frames)
-        self._spare_frames = max(self._spare_frames - num_frames, 0)
-        return frame
-
     def free(self, segment: Segment) -> None:
         """Give back the home frames of a segment that is no more."""
-        self._free(*self._frames_of(segment))
+        self.give_back(*self._frames_of(segment))
 
     def retire(
         self, segment: Segment, successor: Segment | None = None, *, is_held: Callable[[], bool] = bool
     ) -> None:
         """The segment is no more; ``successor`` stands in its place. Its frames are free once not ``is_held()``."""
-        self._leaving.append((*self._frames_of(segment), is_held))
+        self.leave(*self._frames_of(segment), is_held)
         self._space.retire(segment, successor)
         self._table.settle(segment.first_page, segment.last_page, Home.HOST, -1)  # counts as wired no more
+        self._free_left()
+
+    def move(self, segment: Segment, home: Home, frame: int, *, is_held: Callable[[], bool] = bool) -> None:
+        """The segment's bytes, all of them, are in these frames now: that is its home. The old frames are free once not
+        ``is_held()``.
+        """
+        old = self._frames_of(segment)
+        self._table.settle(segment.first_page, segment.last_page, home, frame)
+        self._planned[segment.kind, segment.name] = home
+        self.leave(*old, is_held)
         self._free_left()
 
     def _frames_of(self, segment: Segment) -> tuple[Home, int, int]:
         page = segment.first_page
         return Home(int(self._table.home[page])), int(self._table.home_frame[page]), segment.num_pages
-
-    def _free_left(self) -> None:
-        leaving, self._leaving = self._leaving, []
-        for home, frame, num_frames, is_held in leaving:
-            if is_held():
-                self._leaving.append((home, frame, num_frames, is_held))
-            else:
-                self._free(home, frame, num_frames)
-
-    def _free(self, home: Home, frame: int, num_frames: int) -> None:
-        if frame < 0:
-            return
-        if home == Home.HOST:
-            self._host.free(frame, num_frames)
-            self._spare_frames += num_frames
-        elif home == Home.DISK and self._disk is not None:
-            self._disk.free(frame, num_frames)
 
     def home_planned(self, item: Wanted) -> Home:
         """The home that the plan gives a tensor."""
@@ -436,11 +335,3 @@ class Homes:
             home = self.home_planned(item)
             totals[home.name.lower()] += ceil_div(item.num_bytes, self._page_size) * self._page_size
         return totals
-
-
-def _format_at_least(num_bytes: int) -> str:
-    """As `format_bytes`, rounded up: who takes the number at its word has enough."""
-    unit = 1
-    while num_bytes >= 1024 * unit:
-        unit *= 1024
-    return format_bytes(ceil_div(num_bytes * 100, unit) * unit / 100)

@@ -68,6 +68,8 @@ class PageTable:
 
     def __init__(self) -> None:
         self.num_pages = 0
+        # ``state`` over the same memory: to find a byte in a short range numpy takes ten times as long.
+        self._state_bytes = bytearray()
         self.state: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.home: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.home_frame: npt.NDArray[np.int32] = np.zeros(0, np.int32)
@@ -82,7 +84,8 @@ class PageTable:
         if num_pages > len(self.state):
             # Grow by half again, so that many small additions stay linear.
             capacity = max(num_pages, len(self.state) * 3 // 2)
-            self.state = resized(self.state, capacity, PageState.EMPTY)
+            self._state_bytes = bytearray(resized(self.state, capacity, PageState.EMPTY).tobytes())
+            self.state = np.frombuffer(self._state_bytes, np.uint8)
             self.home = resized(self.home, capacity, Home.HOST)
             self.home_frame = resized(self.home_frame, capacity, -1)
             self.frame = resized(self.frame, capacity, -1)
@@ -177,19 +180,24 @@ class PageTable:
 
     def has_value(self, begin: int, end: int) -> bool:
         """Whether every page of the range has a good copy somewhere."""
-        return bool(self.state[begin:end].all())  # EMPTY is 0
+        return self._state_bytes.find(PageState.EMPTY, begin, end) < 0
+
+    def is_dirty(self, begin: int, end: int) -> bool:
+        """Whether the device copy of any page of the range is newer than its home, or on its way there."""
+        find = self._state_bytes.find
+        return find(PageState.DIRTY, begin, end) >= 0 or find(PageState.LEAVING, begin, end) >= 0
 
     def num_resident(self) -> int:
         """Pages that own a device frame."""
         return int((self.frame[: self.num_pages] >= 0).sum())
 
     def _check(self, verb: str, begin: int, end: int, allowed: tuple[PageState, ...]) -> None:
-        states = self.state[begin:end]
         # All pages of a run share their state nearly always, so comparing with the first is the cheap common
         # case.
-        first = int(states[0])
-        if first in allowed and (end - begin == 1 or bool((states == first).all())):
+        first = self._state_bytes[begin]
+        if first in allowed and self._state_bytes.count(first, begin, end) == end - begin:
             return
+        states = self.state[begin:end]
         wrong = ~np.isin(states, allowed)
         if wrong.any():
             page = begin + int(np.argmax(wrong))

@@ -239,7 +239,7 @@ class PagedModel:
     def _resize_checker(self) -> None:
         checker = self._engine.device.checker
         if checker is not None:
-            checker.resize("host", self._host.num_frames)
+            checker.resize("host", self._host.end_frame)
 
     def make_gradient(self, binding: Binding) -> Binding:
         """The binding of a parameter's gradient: same layout, no value yet."""

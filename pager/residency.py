@@ -44,6 +44,8 @@ class Residency:
         self._least_slot_bytes = 0
         self._wanted_ring_bytes = 0
         self._no_slots_in = 0
+        # Counted for an arena of so many bytes and so many pages.
+        self._wired, self._wired_for = 0, (-1, -1)
         self._engine.give_up_kept = self.give_up
         # What a step's activations take at most, as far as it is known.
         self.activation_bytes = 0
@@ -109,6 +111,7 @@ class Residency:
             page_size,
             least_slot_bytes=self._least_slot_bytes,
             activation_bytes=self.activation_bytes,
+            wired_bytes=self._wired_bytes(),
         )
         if not num_slots:
             return
@@ -126,6 +129,15 @@ class Residency:
             if not engine.reclaimer.make_room(slot_frames, sooner_than=None):
                 return
         engine.staging.reserve(num_slots, slot_frames)
+
+    def _wired_bytes(self) -> int:
+        """What has its home in the arena, and so is no room for anybody else."""
+        table = self._engine.table
+        now = self._engine.arena.capacity_bytes, table.num_pages
+        if now != self._wired_for:
+            num_pages = int((table.home[: table.num_pages] == Home.DEVICE).sum())
+            self._wired, self._wired_for = num_pages * self._engine.arena.page_size, now
+        return self._wired
 
     def _can_be_fixed(self, binding: Binding) -> bool:
         table = self._engine.table

@@ -65,7 +65,7 @@ class Runtime:
 
     def __init__(self, model: nn.Module, config: Config, optimizers: Sequence[Optimizer] = ()) -> None:
         self.model = model
-        self.config = config
+        self.config = config  # that of the beginning; StepBoundary has the knobs in force
         self.closed = False
         self.counters = Counters()
         self.optimizers: list[AdoptedOptimizer] = []
@@ -93,9 +93,7 @@ class Runtime:
     def _build(
         self, parameters: Parameters, optimizers: Sequence[Optimizer], undo: contextlib.ExitStack
     ) -> None:
-        """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail on the
-        way.
-        """
+        """The bill, the tiers and the engine; ``undo`` takes what is to be given back should this fail."""
         config = self.config
         page_size = config.page_bytes
         refusal = self._probe(parameters, optimizers)
@@ -128,9 +126,9 @@ class Runtime:
         self.host = HostArena(page_size, self.device, max(host_bytes, 0))
         undo.callback(self.host.close)
         self.homes = Homes(self.space, self.table, self.host, None, page_size)
-        self.host_cap = HostCap(host_budget, self.homes)
+        self.host_cap = HostCap(host_budget, self.homes, config.host_budget)
         disk_bytes = bill.disk_room(config)
-        self.disk = self.homes.open_disk(config.disk, disk_bytes, checksum=config.checks.happens_before)
+        self.disk = self.homes.open_disk(config, disk_bytes)
         if self.disk is not None:
             undo.callback(self.disk.close)
         wires = bill.may_wire(config, wanted, self.budget)
@@ -170,6 +168,8 @@ class Runtime:
             pagerd=self.pagerd,
             planner=self.planner,
             paged=self.paged,
+            mmu=self.mmu,
+            homes=self.homes,
             host_cap=self.host_cap,
             slab_frames=slab_frames,
         )
@@ -208,9 +208,7 @@ class Runtime:
         return None
 
     def _take_in(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
-        """The model's and the optimizers' tensors go into pages. On failure they are as before, where they
-        were.
-        """
+        """The model's and the optimizers' tensors go into pages. On failure they are as before, where they were."""
         places = [
             (name, tensor.device)
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
@@ -397,7 +395,7 @@ class Runtime:
             self.on_cpu.end_step(known for known in self.optimizers if known.alive)
         if self.fitting is not None:
             self.counters.sample_resident(self.fitting.num_bytes)
-        self.config = self.boundary.config
+        self.boundary.move_homes()
 
     # -- questions ---------------------------------------------------------------------------------
 

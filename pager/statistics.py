@@ -20,12 +20,15 @@ class Statistics:
     ``peak_resident_bytes`` counts pages; ``peak_device_process_bytes`` all that the process took on the device,
     which is what ``device_budget_bytes`` bounds (0 on the simulated device, whose budget counts pages).
     ``disk_budget_bytes`` is what may be taken there, ``disk_bytes`` what is (0 without ``disk``).
+    ``disk_read_bytes`` and ``disk_write_bytes`` are what moves; ``disk_saved_bytes``, which would have moved too, what
+    ``disk_compression`` has spared both.
     """
 
     page_in_bytes: int = 0
     page_out_bytes: int = 0
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
+    disk_saved_bytes: int = 0
     hits: int = 0
     minor_faults: int = 0
     major_faults: int = 0
@@ -82,6 +85,7 @@ class Counters:
         "_start",
         "deviations",
         "disk_read_bytes",
+        "disk_saved_bytes",
         "disk_write_bytes",
         "hits",
         "major_faults",
@@ -103,6 +107,7 @@ class Counters:
         self.page_out_bytes = 0
         self.disk_read_bytes = 0
         self.disk_write_bytes = 0
+        self.disk_saved_bytes = 0
         self.hits = 0
         self.minor_faults = 0
         self.major_faults = 0
@@ -123,6 +128,7 @@ class Counters:
         page_out_bytes: int = 0,
         disk_read_bytes: int = 0,
         disk_write_bytes: int = 0,
+        disk_saved_bytes: int = 0,
         stall_seconds: float = 0.0,
         num_steps: int = 0,
     ) -> None:
@@ -132,6 +138,7 @@ class Counters:
             self.page_out_bytes += page_out_bytes
             self.disk_read_bytes += disk_read_bytes
             self.disk_write_bytes += disk_write_bytes
+            self.disk_saved_bytes += disk_saved_bytes
             self.stall_seconds += stall_seconds
             self.num_steps += num_steps
 

@@ -21,7 +21,10 @@ from pager.engine.pagerd import Pagerd
 from pager.engine.transfer import EXTENT_BYTES
 from pager.errors import ConfigError
 from pager.graph.access_trace import AccessTrace, Phase
+from pager.home_moves import HomeMoves
+from pager.homes import Homes
 from pager.host_cap import HostCap
+from pager.mmu.mmu import Mmu
 from pager.paging import PagedModel
 from pager.planning import Planner
 from pager.policies.prefetch import auto_distance
@@ -79,11 +82,15 @@ class StepBoundary:
         pagerd: Pagerd,
         planner: Planner,
         paged: PagedModel,
+        mmu: Mmu,
+        homes: Homes,
         host_cap: HostCap,
         slab_frames: int,
     ) -> None:
-        self.config = config
+        self._config = config
         self.host_cap = host_cap
+        host_cap.moves = HomeMoves(mmu, homes, pagerd, gradients=config.update_at == "step")
+        host_cap.on_failure = engine.fail
         self._device = device
         self._budget = budget
         self._engine = engine
@@ -99,13 +106,19 @@ class StepBoundary:
         self._may_grow = True
         self._bandwidth: float | None = None
 
+    @property
+    def config(self) -> Config:
+        """The knobs in force."""
+        return self._config.replace(host_budget=self.host_cap.knob)
+
     def set(self, **knobs: Any) -> None:
         """Change knobs at the next boundary, or now where the eviction policy had failed.
 
-        Raises at once for values that cannot work. ``host_budget`` counts from now on: what is pageable and over it is
-        given back; BudgetError, and it stays as it was, if that is not enough.
+        Raises at once for values that cannot work. ``host_budget`` counts from now on where it holds what is in use
+        once the pageable part is given back; else homes move to the disk at the next boundary, or BudgetError is raised
+        now, and all stays as it was.
         """
-        changed = self.config.replace(**knobs)
+        changed = self._config.replace(**knobs)
         fixed = sorted(name for name in knobs if name not in LIVE_KNOBS)
         if fixed:
             live = f"{', '.join(LIVE_KNOBS[:-1])} and {LIVE_KNOBS[-1]}"
@@ -114,9 +127,8 @@ class StepBoundary:
                 "close() it and manage it again"
             )
         if "host_budget" in knobs:
-            self.host_cap.resize(self.host_cap.resolve(changed.host_budget))
-            self.config = self.config.replace(host_budget=changed.host_budget)
-        self._pending.update({name: getattr(changed, name) for name in knobs})
+            self.host_cap.set(changed.host_budget)
+        self._pending.update({name: getattr(changed, name) for name in knobs if name != "host_budget"})
         if "eviction" in knobs and self._engine.policy.has_failed:
             self._apply_knobs()  # no step would come to its boundary
 
@@ -145,15 +157,22 @@ class StepBoundary:
         self._adapt_distance(seconds)
         self._pagerd.end_step()
 
+    def move_homes(self) -> None:
+        """The last act of a boundary, since an interrupt may end it early: what another host budget asks for."""
+        if self.host_cap.has_work:
+            self._planner.forget_plan()
+            with span("moving homes"):
+                self.host_cap.move_homes()
+
     def _apply_knobs(self) -> None:
         knobs, self._pending = self._pending, {}
         if not knobs:
             return
-        self.config = self.config.replace(**knobs)
+        self._config = self._config.replace(**knobs)
         if "prefetch_distance" in knobs:
-            self._pagerd.set_distance(fixed_distance(self.config))
+            self._pagerd.set_distance(fixed_distance(self._config))
         if "eviction" in knobs:
-            self._engine.set_policy(make_eviction_policy(self.config.eviction))
+            self._engine.set_policy(make_eviction_policy(self._config.eviction))
             self._planner.forget_plan()
 
     def _renew_trace(self) -> None:
@@ -261,7 +280,7 @@ class StepBoundary:
         """With "auto": the distance at which extents of this trace's size arrive in time."""
         trace = self._engine.timeline.trace
         if (
-            self.config.prefetch_distance != "auto"
+            self._config.prefetch_distance != "auto"
             or trace is None
             or not self._engine.counters.page_in_bytes
         ):

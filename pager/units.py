@@ -61,6 +61,14 @@ def format_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_at_least(num_bytes: int) -> str:
+    """As :func:`format_bytes`, rounded up: who takes the number at its word has enough."""
+    unit = 1
+    while num_bytes >= 1024 * unit:
+        unit *= 1024
+    return format_bytes(ceil_div(num_bytes * 100, unit) * unit / 100)
+
+
 def ceil_div(numerator: int, denominator: int) -> int:
     """The quotient rounded up, for non-negative integers."""
     return -(-numerator // denominator)

@@ -12,7 +12,8 @@ segment when the error has grown to it. Then every stretch of the trace streams 
 
 What is not wired lives on the host, and what does not fit there on the disk: optimizer pages first, since
 they move once a step and are needed last, parameters last. A segment has one home; homes add up to the
-capacity.
+capacity. The same order says what leaves when the host is to hold less (`choose_leaving`), and, from its other end,
+what comes back when it may hold more (`choose_returning`).
 """
 
 from __future__ import annotations
@@ -66,15 +67,7 @@ def place(
     negative numbers, PlacementError (a ValueError with ``missing_bytes``) if the segments do not fit the
     three tiers.
     """
-    sizes = np.asarray(num_bytes, dtype=np.int64).reshape(-1)
-    traffic = np.asarray(traffic_bytes_if_streamed, dtype=np.int64).reshape(-1)
-    where = np.asarray(position, dtype=np.float64).reshape(-1)
-    rank = np.asarray(kind_rank, dtype=np.int64).reshape(-1)
-    if not len(sizes) == len(traffic) == len(where) == len(rank):
-        raise ValueError(
-            "num_bytes, traffic_bytes_if_streamed, position and kind_rank differ in length: "
-            f"{len(sizes)}, {len(traffic)}, {len(where)}, {len(rank)}"
-        )
+    sizes, traffic, where, rank = _columns(num_bytes, traffic_bytes_if_streamed, position, kind_rank)
     if min(device_capacity, host_capacity, disk_capacity, sizes.min(initial=0), traffic.min(initial=0)) < 0:
         raise ValueError("sizes, traffic and capacities are bytes and cannot be negative")
     capacity = device_capacity + host_capacity + disk_capacity
@@ -125,9 +118,7 @@ def _overflow_to_disk(
     below = np.flatnonzero(homes == Home.HOST)
     excess = int(sizes[below].sum()) - host_capacity
     disk_room = disk_capacity
-    saved_per_byte = np.round(traffic / np.maximum(sizes, 1), 6)
-    # First to go first: highest rank, least traffic, farthest first use.
-    order = below[np.lexsort((-below, -where[below], saved_per_byte[below], -rank[below]))]
+    order = below[_leaving_order(sizes[below], traffic[below], where[below], rank[below])]
     for index in order.tolist():
         if excess <= 0:
             return
@@ -148,3 +139,91 @@ def _overflow_to_disk(
             f"{disk_capacity} on disk together, but not as whole segments: {excess} bytes are missing",
             excess,
         )
+
+
+def _leaving_order(
+    sizes: IntArray, traffic: IntArray, where: npt.NDArray[np.float64], rank: IntArray
+) -> IntArray:
+    """First to leave the host first: highest rank, least traffic, farthest next use."""
+    saved_per_byte = np.round(traffic / np.maximum(sizes, 1), 6)
+    order: IntArray = np.lexsort((-np.arange(len(sizes)), -where, saved_per_byte, -rank))
+    return order
+
+
+def choose_leaving(
+    *,
+    num_bytes: npt.ArrayLike,
+    traffic_bytes_if_streamed: npt.ArrayLike,
+    position: npt.ArrayLike,
+    kind_rank: npt.ArrayLike,
+    excess_bytes: int,
+    disk_capacity: int,
+) -> IntArray:
+    """Which segments at home on the host are to go to the disk, so that it holds ``excess_bytes`` less: indices, first
+    to go first.
+
+    Arrays as for :func:`place`; ``position``: of the next use. Raises PlacementError with the bytes that would be left
+    over if all went that the disk has room for.
+    """
+    sizes, traffic, where, rank = _columns(num_bytes, traffic_bytes_if_streamed, position, kind_rank)
+    chosen: list[int] = []
+    left, room = excess_bytes, disk_capacity
+    for index in _leaving_order(sizes, traffic, where, rank).tolist():
+        if left <= 0:
+            break
+        if 0 < sizes[index] <= room:
+            chosen.append(index)
+            room -= int(sizes[index])
+            left -= int(sizes[index])
+    if left > 0:
+        raise PlacementError(
+            f"{excess_bytes} bytes are to leave the host, which has {int(sizes.sum())} that can go, for a disk with "
+            f"room for {disk_capacity}: {left} bytes stay too many",
+            left,
+        )
+    return np.array(chosen, dtype=np.int64)
+
+
+def choose_returning(
+    *,
+    num_bytes: npt.ArrayLike,
+    traffic_bytes_if_streamed: npt.ArrayLike,
+    position: npt.ArrayLike,
+    kind_rank: npt.ArrayLike,
+    host_capacity: int,
+    at_most_bytes: int,
+) -> IntArray:
+    """Which segments at home on the disk are to come to a host with room for ``host_capacity``: indices, first to come
+    first; those that left last.
+
+    About ``at_most_bytes``: the first one comes, however large it is. Arrays as for :func:`place`.
+    """
+    sizes, traffic, where, rank = _columns(num_bytes, traffic_bytes_if_streamed, position, kind_rank)
+    chosen: list[int] = []
+    room, quota = host_capacity, at_most_bytes
+    for index in _leaving_order(sizes, traffic, where, rank)[::-1].tolist():
+        size = int(sizes[index])
+        if not 0 < size <= room or (chosen and size > quota):
+            continue
+        chosen.append(index)
+        room -= size
+        quota -= size
+        if quota <= 0:
+            break
+    return np.array(chosen, dtype=np.int64)
+
+
+def _columns(
+    num_bytes: npt.ArrayLike, traffic: npt.ArrayLike, position: npt.ArrayLike, kind_rank: npt.ArrayLike
+) -> tuple[IntArray, IntArray, npt.NDArray[np.float64], IntArray]:
+    """The arrays of a question about segments. Raises ValueError where they differ in length."""
+    sizes = np.asarray(num_bytes, dtype=np.int64).reshape(-1)
+    saved = np.asarray(traffic, dtype=np.int64).reshape(-1)
+    where = np.asarray(position, dtype=np.float64).reshape(-1)
+    rank = np.asarray(kind_rank, dtype=np.int64).reshape(-1)
+    if not len(sizes) == len(saved) == len(where) == len(rank):
+        raise ValueError(
+            "num_bytes, traffic_bytes_if_streamed, position and kind_rank differ in length: "
+            f"{len(sizes)}, {len(saved)}, {len(where)}, {len(rank)}"
+        )
+    return sizes, saved, where, rank

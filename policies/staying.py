@@ -65,16 +65,24 @@ class ArenaShares(NamedTuple):
 
 
 def share_arena(
-    arena_bytes: int, page_size: int, *, least_slot_bytes: int, activation_bytes: int = 0
+    arena_bytes: int,
+    page_size: int,
+    *,
+    least_slot_bytes: int,
+    activation_bytes: int = 0,
+    wired_bytes: int = 0,
 ) -> ArenaShares:
     """The staging slots of an arena; none where they were smaller than ``least_slot_bytes`` (0: nothing streams).
 
-    ``activation_bytes``: of a step at most, as far as it is known.
+    ``activation_bytes``: of a step at most, as far as it is known; ``wired_bytes``: what has its home in the arena.
     """
     ring_bytes = max(
         min(arena_bytes // _RING_SHARE, _RING_BYTES),
         min(activation_bytes // _RING_OF_ACTIVATIONS, arena_bytes // _LARGEST_RING_SHARE, _MAX_RING_BYTES),
     )
+    # The arena was larger when it was decided what is wired; the rest of the weights must have room to stream.
+    limited = min(ring_bytes, (arena_bytes - wired_bytes) // _LARGEST_RING_SHARE)
+    ring_bytes = limited if limited >= least_slot_bytes else ring_bytes
     if not least_slot_bytes or least_slot_bytes > ring_bytes:
         return ArenaShares(0, 0)
     slot_bytes = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least_slot_bytes) // page_size * page_size

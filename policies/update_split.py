@@ -4,7 +4,7 @@ Streaming is bound by the link, the CPU's part by its own rate, and both run at 
 together. Of each element that streams, the link carries its states in and out; of one that the CPU updates, the
 gradient out and the new weight in. With the bytes of a step over the link's rate on one side and elements over the
 CPU's rate on the other, the balance is a linear equation. The CPU also has the seconds in which the link rests: the
-next forward, and the step itself.
+next forward, and the step itself; but what is to be done then waits in host memory until then, where room is limited.
 
 Both sides use the same host memory, and an element takes more of it on the CPU (30 bytes with a split master) than on
 the link (20). So beside the link the CPU does only what the link leaves of the memory's bandwidth, with as few threads
@@ -32,6 +32,9 @@ THREADS_SHARE = 1 / 3
 # Of the elements, in the order of their gradients, those among which the CPU's are. The last ones are used first in
 # the next forward, when the CPU is still at what it was given before: its last is to be used in the middle.
 LEAD = 0.6
+# Of the bytes of all gradients, room in host memory for those that come inside backward and wait for the CPU: it
+# updates a third of them, and is behind by a part of that.
+WAITING_SHARE = 1 / 6
 # Of what the CPU was late by, in elements, so much is taken off its share, but not more than a part of the whole at
 # once; after a step in which it was in time, some of what was taken off is given back.
 _LESS = 0.5
@@ -53,6 +56,7 @@ def balanced_share(
     elements_per_second: float,
     alone_per_second: float | None = None,
     rest_seconds: float = 0.0,
+    waiting_share: float = 1.0,
 ) -> float:
     """The share of all elements to update on the CPU, from 0 to ``MAX_SHARE``.
 
@@ -60,19 +64,22 @@ def balanced_share(
     ``sent_bytes``: what an element takes on the link in each direction, streamed and updated on the CPU;
     ``link_bytes_per_second``: of each direction with both at work; ``elements_per_second``: the CPU's rate beside it,
     ``alone_per_second`` while it rests, the same by default; 0 where it was not measured yet (then `FIRST_SHARE`);
-    ``rest_seconds``: in which the link rests, for each element.
+    ``rest_seconds``: in which the link rests, for each element; ``waiting_share``: of all elements, those whose
+    gradients may wait for the CPU at once.
     """
     alone = elements_per_second if alone_per_second is None else alone_per_second
     if alone <= 0 or link_bytes_per_second <= 0:
         return min(FIRST_SHARE, streamed_share)
     streamed_seconds = state_bytes / link_bytes_per_second
     saved_seconds = (state_bytes - sent_bytes) / link_bytes_per_second
-    # share == CPU_SPAN * (rate * (streamed_share * streamed - share * saved) + alone * rest)
+    # What the CPU gets done beside the link: ``beside * (streamed_share * streamed_seconds - share * saved_seconds)``.
     beside = CPU_SPAN * elements_per_second
-    share = (beside * streamed_share * streamed_seconds + CPU_SPAN * alone * rest_seconds) / (
-        1 + beside * saved_seconds
-    )
-    return min(share, streamed_share, MAX_SHARE)
+    at_most = beside * streamed_share * streamed_seconds
+    # share == beside the link + CPU_SPAN * alone * rest
+    share = (at_most + CPU_SPAN * alone * rest_seconds) / (1 + beside * saved_seconds)
+    # Most wait when the last one is given to the CPU: share - LEAD * beside the link == waiting_share
+    most = (waiting_share + LEAD * at_most) / (1 + LEAD * beside * saved_seconds)
+    return min(share, most, streamed_share, MAX_SHARE)
 
 
 def rate_beside_link(alone_per_second: float, *, element_bytes: float, link_bytes_per_second: float) -> float:
@@ -83,13 +90,21 @@ def rate_beside_link(alone_per_second: float, *, element_bytes: float, link_byte
     return max(alone_per_second - 2 * link_bytes_per_second / element_bytes, 0.0)
 
 
-def less_share(less: float, *, late_seconds: float, elements_per_second: float, num_elements: int) -> float:
+def less_share(
+    less: float,
+    *,
+    late_seconds: float,
+    elements_per_second: float,
+    num_elements: int,
+    num_refused_elements: int = 0,
+) -> float:
     """By how much the CPU's share is to be below the balance, which knows neither what the training waits for nor how
     fast the link is beside the CPU.
 
-    ``less``: the same of the last step; ``late_seconds``: the training stood still for in that step.
+    ``less``: the same of the last step; ``late_seconds``: the training stood still for in that step;
+    ``num_refused_elements``: of ``num_elements``, those that the device had to update in the CPU's stead.
     """
-    late = late_seconds * elements_per_second / max(num_elements, 1)
+    late = (late_seconds * elements_per_second + num_refused_elements) / max(num_elements, 1)
     if late <= _IN_TIME:
         return (1 - _GIVEN_BACK) * less
     return min(less + min(_LESS * late, _MOST_AT_ONCE), MAX_SHARE)

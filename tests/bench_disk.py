@@ -1,12 +1,15 @@
 """How fast the disk is, and how fast the pager's queue makes it: JSON lines, one for each measurement.
 
     python tests/bench_disk.py --folder /mnt/nvme [--gib 4] [--extent-mib 4] [--threads 1,2,4,8] [--checksum]
+        [--compression 1 --dtype bfloat16] [--disk-gb-per-second 0.2]
 
 For reads, writes, and both at once (half of the bytes each) it moves the same bytes twice: by a plain loop of
 ``os.preadv`` and ``os.pwritev`` past the page cache, with so many threads and extents, each with a buffer of its own,
 and through `pager.engine.disk_queue` with its ring, as pages go in training (the copy over the link is that of the
 simulated device, or of the GPU with ``--device cuda``). ``share`` is the engine's rate over the plain loop's. The
-folder's disk decides, so state which one it was; on a shared or virtual disk repeat it.
+folder's disk decides, so state which one it was; on a shared or virtual disk repeat it. With ``--compression`` the
+engine moves normal numbers of ``--dtype`` compressed (rates are of plain bytes), the plain loop as they are;
+``--disk-gb-per-second`` plays a slower disk for both, one for reads and writes together.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
-import os
 import sys
 import threading
 import time
@@ -51,8 +53,8 @@ def plain(file: DiskFile, plan: list[tuple[str, int]], extent: int, num_threads:
                 item = next(todo, None)
             if item is None:
                 return
-            call: Callable[..., int] = os.preadv if item[0] == "read" else os.pwritev
-            if call(file._fd, [buffer], item[1] * extent) != extent:
+            call = file._pread if item[0] == "read" else file._pwrite
+            if call(buffer, item[1] * extent) != extent:
                 raise OSError(f"short {item[0]}")
 
     threads = [threading.Thread(target=work) for _ in range(num_threads)]
@@ -65,13 +67,19 @@ def plain(file: DiskFile, plan: list[tuple[str, int]], extent: int, num_threads:
 
 
 def engine(
-    file: DiskFile, plan: list[tuple[str, int]], extent: int, num_threads: int, device: Device
+    file: DiskFile,
+    plan: list[tuple[str, int]],
+    extent: int,
+    num_threads: int,
+    device: Device,
+    numbers: torch.Tensor,
 ) -> float:
     """Seconds of the same through the queue, to and from memory of the device."""
     ring = Ring(device, extent, 2 * num_threads + 4)
     counters = Counters()
     queue = DiskQueue(file, ring, device, counters, num_threads=num_threads, spare_room=int)
     memory = device.allocate_slab(extent)
+    memory.copy_(numbers)
 
     def use(offset: int, buffer: torch.Tensor, region: object) -> object:
         device.h2d.copy(memory, buffer, reads=None, writes=None)
@@ -101,6 +109,25 @@ def engine(
     return seconds
 
 
+def slow_down(bytes_per_second: float) -> None:
+    """Have every paging file stand on a disk that moves no more than this, one request after the other."""
+    lock, free, never = threading.Lock(), [0.0], threading.Event()
+
+    def slowed(call: Callable[..., int]) -> Callable[..., int]:
+        def move(file: DiskFile, view: memoryview, offset: int) -> int:
+            count = call(file, view, offset)
+            with lock:
+                free[0] = max(free[0], time.perf_counter() - 0.01) + count / bytes_per_second
+                wait = free[0] - time.perf_counter()
+            never.wait(max(wait, 0))
+            return count
+
+        return move
+
+    for name in ("_pread", "_pwrite"):
+        setattr(DiskFile, name, slowed(getattr(DiskFile, name)))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -111,21 +138,33 @@ def main() -> None:
     parser.add_argument("--extent-mib", default="1,4,16")
     parser.add_argument("--threads", default="1,2,4,8")
     parser.add_argument("--checksum", action="store_true")
+    parser.add_argument("--compression", type=int)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--disk-gb-per-second", type=float)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ways", default=",".join(WAYS))
     options = parser.parse_args()
     device = make_device(options.device, streams="early", check_races=False)
     num_frames = int(options.gib * 2**30) // PAGE // 128 * 128
-    file = DiskFile(options.folder, PAGE, num_frames, checksum=options.checksum)
+    file = DiskFile(
+        options.folder, PAGE, num_frames, checksum=options.checksum, compression=options.compression
+    )
     file.allocate(num_frames)
     # Blocks that were never written are slower to write and faster to read than those of a run that goes on.
     plain(file, plan_of("write", num_frames * PAGE // 2**22), 2**22, 4)
+    if options.disk_gb_per_second is not None:
+        slow_down(options.disk_gb_per_second * 1e9)
+    dtype: torch.dtype = getattr(torch, options.dtype)
     for extent in (int(text) * 2**20 for text in options.extent_mib.split(",")):
+        numbers = torch.randn(extent // dtype.itemsize, generator=torch.Generator().manual_seed(0))
+        numbers = numbers.to(dtype).view(torch.uint8)
+        for index in range(num_frames * PAGE // extent):  # what is read first is packed too
+            file.write(index * extent // PAGE, numbers)
         for num_threads in map(int, options.threads.split(",")):
             for way in options.ways.split(","):
                 plan = plan_of(way, num_frames * PAGE // extent)
                 seconds = [plain(file, plan, extent, num_threads)]
-                seconds += [engine(file, plan, extent, num_threads, device)]
+                seconds += [engine(file, plan, extent, num_threads, device, numbers)]
                 rates = [len(plan) * extent / each / 1e9 for each in seconds]
                 line = {
                     "way": way,
@@ -133,6 +172,9 @@ def main() -> None:
                     "num_threads": num_threads,
                     "is_direct": file.is_direct,
                     "checksum": options.checksum,
+                    "compression": options.compression,
+                    "dtype": options.dtype,
+                    "disk_gb_per_second": options.disk_gb_per_second,
                     "num_bytes": len(plan) * extent,
                     "plain_gb_per_second": round(rates[0], 3),
                     "engine_gb_per_second": round(rates[1], 3),

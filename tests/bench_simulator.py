@@ -1,6 +1,6 @@
 """Predictions beside measurements, placements beside each other, and machines for large models: docs/benchmarks.md.
 
-    python tests/bench_simulator.py measured|placement|scale [--out FILE]
+    python tests/bench_simulator.py measured|streams|launches|placement|scale [--out FILE]
 
 No GPU: everything is simulated, for one H200 whose rates were measured. Prints tables; ``--out`` appends JSON lines.
 """
@@ -8,21 +8,33 @@ No GPU: everything is simulated, for one H200 whose rates were measured. Prints 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import resource
+import statistics
 import sys
 import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pager
+from pager.device.base import Stream
+from pager.optim.streamed import StreamedUnit
+from pager.tools import cpu_part, placing
 from pager.tools.captured import CapturedModel, capture_model
+from pager.tools.language_model import make_model
 from pager.tools.machine import Machine
+from pager.tools.model_sizes import ModelSizes
 from pager.tools.model_source import load_model
 from pager.tools.plan import make_plan_of
 from pager.tools.prediction import Prediction, Wanted, predict
@@ -33,7 +45,9 @@ MACHINE = Machine()
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that was measured (docs/benchmarks.md): seconds, GB in and out, the CPU's share where it is known."""
+    """A step that was measured (docs/benchmarks.md): seconds; GB in and out, and the CPU's share as it was set, where
+    they are known. ``before``: what the simulator said that knew one stream a direction.
+    """
 
     model: str
     gib: int
@@ -41,23 +55,24 @@ class Measured:
     update_at: str
     update_on: str
     seconds: float
-    gb_in: float
-    gb_out: float
+    gb: float | None = None
     cpu_share: float | None = None
-    # Whom the CPU updated at that time.
-    cpu_order: str = "last used"
+    before: float | None = None
 
 
-# Compute alone, in the runtime, measured the same day.
-COMPUTE_SECONDS = {("3b", 1): 0.22, ("7b", 1): 0.45, ("7b", 8): 1.7}
+# Compute alone, in the runtime, with the recomputation.
+COMPUTE_SECONDS = {("3b", 1): 0.121, ("3b", 8): 0.834, ("7b", 1): 0.202, ("7b", 8): 1.594}
 
 MEASURED = (
-    Measured("7b", 24, 1, "backward", "auto", 1.185, 46, 46),
-    Measured("7b", 24, 8, "backward", "auto", 2.067, 48.3, 47.7, 0.434),
-    Measured("7b", 24, 1, "backward", "device", 1.46, 62, 62),
-    Measured("7b", 24, 1, "step", "device", 1.894, 75, 75),
-    Measured("3b", 12, 1, "backward", "device", 0.79, 33, 33),
-    Measured("3b", 12, 1, "backward", "auto", 0.765, 25, 25),  # 0.70 to 0.83 on machines of one kind
+    Measured("3b", 12, 1, "backward", "device", 0.756, 32.4, before=0.750),
+    Measured("3b", 12, 1, "backward", "auto", 0.70, before=0.759),
+    Measured("3b", 12, 8, "backward", "auto", 1.12, before=1.046),
+    Measured("7b", 24, 1, "backward", "device", 1.41, 61.9, before=1.411),
+    Measured("7b", 24, 1, "backward", "auto", 1.27, before=1.225),
+    Measured("7b", 24, 8, "backward", "device", 1.947, 74.5, before=2.255),
+    Measured("7b", 24, 8, "backward", "auto", 1.872, 65.4, 0.15, before=1.985),
+    Measured("7b", 24, 8, "backward", "auto", 1.796, 57.0, 0.25, before=1.971),
+    Measured("7b", 24, 8, "backward", "auto", 2.1, None, 0.45, before=1.984),
 )
 
 
@@ -77,7 +92,7 @@ def wanted(row: Measured, **knobs: Any) -> Wanted:
         "host_bytes": MACHINE.host_bytes,
         "update_at": row.update_at,
         "update_on": row.update_on,
-        "cpu_order": row.cpu_order,
+        "cpu_share": row.cpu_share,
         "compute_seconds": COMPUTE_SECONDS.get((row.model, row.batch)),
     }
     return Wanted(**(values | knobs))
@@ -94,16 +109,17 @@ def measured() -> list[dict[str, Any]]:
         step = predicted(row).step
         assert step is not None
         off = step.seconds / row.seconds - 1
-        known = f" ({row.cpu_share:.3f})" if row.cpu_share else ""
+        share = "-" if row.update_on == "device" else f"{step.cpu_share:.2f}"
         rows.append(
             [
                 f"{row.model}, {row.gib} GiB, batch {row.batch}",
-                f"{row.update_at}, {row.update_on}",
+                f"{row.update_at}, {row.update_on}" + (f" ({row.cpu_share})" if row.cpu_share else ""),
                 f"{row.seconds:.3f}",
+                f"{row.before:.3f}",
                 f"{step.seconds:.3f}",
                 f"{off:+.1%}",
-                f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f} ({row.gb_in:g}, {row.gb_out:g})",
-                f"{step.cpu_share:.3f}{known}",
+                f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f} ({row.gb or '-'})",
+                share,
                 ", ".join(
                     f"{cause} {seconds:.2f}" for cause, seconds in list(step.stall_seconds.items())[:2]
                 ),
@@ -112,19 +128,125 @@ def measured() -> list[dict[str, Any]]:
         lines.append(row.__dict__ | {"predicted": step.to_dict(), "off": off})
     show(
         [
-            *(
-                "step",
-                "`update_at`, `update_on`",
-                "measured s",
-                "predicted s",
-                "off",
-                "GB in, out (measured)",
-            ),
-            *("CPU's share (measured)", "waits for, s"),
+            *("step", "`update_at`, `update_on`", "measured s", "predicted before", "predicted now", "off"),
+            *("GB in, out (measured, each way)", "CPU's share", "waits for, s"),
         ],
         rows,
     )
     return lines
+
+
+STREAMS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "2026-11-30-streams.jsonl"
+
+
+def streams() -> list[dict[str, Any]]:
+    """The steps with updates beside the backward, or not, as they were set by hand: on five threads, as it was then."""
+    lines, rows = [], []
+    measured_lines = [json.loads(line) for line in STREAMS.read_text(encoding="utf-8").splitlines()]
+    for line in measured_lines:
+        if line["build"] != "slots on streams of their own":
+            continue
+        model, gib, batch = line["model"], int(line["budget"].removesuffix("GiB")), line["batch"]
+        row = Measured(model, gib, batch, "backward", "auto", statistics.median(line["seconds"]))
+        with (
+            mock.patch.object(placing, "is_worth_lending", return_value=line["beside"]),
+            mock.patch.object(cpu_part, "num_threads_beside_link", return_value=5),
+        ):
+            step = predicted(row, cpu_share=line["share"]).step
+        assert step is not None
+        moved = f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f}"
+        rows.append(
+            [
+                f"{model}, {gib} GiB, batch {batch}",
+                "beside" if line["beside"] else "compute stream",
+                f"{line['share']}",
+                f"{row.seconds:.3f}",
+                f"{step.seconds:.3f}",
+                f"{step.seconds / row.seconds - 1:+.1%}",
+                f"{moved} ({line['in_GB']}, {line['out_GB']})",
+            ]
+        )
+        lines.append(line | {"predicted": step.to_dict()})
+    show(["step", "updates", "share", "measured s", "predicted s", "off", "GB in, out (measured)"], rows)
+    return lines
+
+
+def launches() -> list[dict[str, Any]]:
+    """What an access and a unit of the update put on the compute stream: kernels (calls that make no view), events."""
+    sizes = ModelSizes(hidden=128, layers=4, heads=4, ffn=384, vocabulary=512, dtype="bfloat16")
+    model = make_model(sizes, seed=0)
+    tokens = torch.randint(512, (2, 1, 64))
+    with _Calls() as calls:
+        model(tokens[0], tokens[1])
+    accesses = 7 * sizes.layers + 2
+    found = {"kernels_an_access": calls.number / accesses}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    budget = sum(param.numel() for param in model.parameters()) * 6
+    knobs: dict[str, Any] = {"page_size": "16KiB", "master": "float32", "update_at": "backward"}
+    pager.manage(
+        model, optimizer, device="cpu", device_budget=budget, example_inputs=(tokens[0], tokens[1]), **knobs
+    )
+    units = kernels = events = 0
+    original, wait, record = StreamedUnit.run, Stream.wait, Stream.record
+
+    def run(unit: StreamedUnit, update: Any) -> None:
+        nonlocal units, kernels
+        with _Calls() as calls:
+            original(unit, update)
+        units, kernels = units + 1, kernels + calls.number
+
+    def counted(call: Any) -> Any:
+        def wrapped(stream: Stream, *arguments: Any, **named: Any) -> Any:
+            nonlocal events
+            events += stream.name == "compute"
+            return call(stream, *arguments, **named)
+
+        return wrapped
+
+    for number in range(4):
+        with contextlib.ExitStack() as stack:
+            if number == 3:
+                stack.enter_context(mock.patch.object(StreamedUnit, "run", run))
+                stack.enter_context(mock.patch.object(Stream, "wait", counted(wait)))
+                stack.enter_context(mock.patch.object(Stream, "record", counted(record)))
+            model(tokens[0], tokens[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # Among the calls are some of the simulated device's copies, which are on other streams.
+    found |= {"calls_a_unit": kernels / units, "events_a_unit": events / units}
+    show(list(found), [[f"{value:.1f}" for value in found.values()]])
+    return [found]
+
+
+class _Calls(TorchDispatchMode):
+    """Counts calls that compute something."""
+
+    views = frozenset(
+        (
+            *(
+                "view",
+                "_unsafe_view",
+                "alias",
+                "detach",
+                "expand",
+                "t",
+                "transpose",
+                "permute",
+                "slice",
+                "select",
+            ),
+            *("split", "unbind", "as_strided", "unsqueeze", "squeeze", "set_", "resize_", "lift_fresh"),
+            *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size"),
+        )
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func._schema.name.split("::")[1] not in self.views
+        return func(*args, **(kwargs or {}))
 
 
 # Model, cap, batch, update_at, update_on; the knob that is compared, its values.
@@ -154,7 +276,7 @@ VALUES = {
 def placement() -> list[dict[str, Any]]:
     lines, rows = [], []
     for model, gib, batch, update_at, update_on, knob in PLACEMENTS:
-        row = Measured(model, gib, batch, update_at, update_on, 0, 0, 0, cpu_order="spread")
+        row = Measured(model, gib, batch, update_at, update_on, 0.0)
         found = {value: predicted(row, **{knob: value}) for value in VALUES[knob]}
         cells = [
             f"{value} {prediction.seconds:.3f}" if prediction.seconds is not None else f"{value}: -"
@@ -265,13 +387,22 @@ def scale() -> list[dict[str, Any]]:
     return lines
 
 
+BENCHES = {
+    "measured": measured,
+    "streams": streams,
+    "launches": launches,
+    "placement": placement,
+    "scale": scale,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("measured", "placement", "scale"))
+    parser.add_argument("what", choices=tuple(BENCHES))
     parser.add_argument("--out")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    lines = {"measured": measured, "placement": placement, "scale": scale}[arguments.what]()
+    lines = BENCHES[arguments.what]()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sys.stderr.write(f"{time.perf_counter() - began:.1f} s, {peak / GIB:.2f} GiB\n")
     if arguments.out:

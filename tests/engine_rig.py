@@ -16,8 +16,10 @@ import torch
 from pager.address_space import AddressSpace, Segment
 from pager.device.simulated import SimulatedDevice
 from pager.engine.engine import Engine
+from pager.engine.moving import HomeMover
 from pager.engine.run import Run
 from pager.engine.transfer import Transfers
+from pager.homes import Homes
 from pager.page_table import Home, PageTable
 from pager.policies.protocol import make_eviction_policy
 from pager.statistics import Counters
@@ -26,6 +28,7 @@ from pager.tiers.device_arena import DeviceArena
 from pager.tiers.disk_file import DiskFile
 from pager.tiers.disk_probe import RingShape
 from pager.tiers.host_arena import HostArena
+from pager.tiers.page_packer import PagePacker
 
 PAGE = 4096
 Bytes = npt.NDArray[np.uint8]
@@ -51,9 +54,11 @@ class Rig:
         ring: tuple[int, int] = (16, 4),
         num_threads: int = 3,
         spare_pages: int = 0,
+        packs: bool = False,
     ) -> None:
         """``disk_inline``: see `pager.engine.disk_workers`; None: threads. ``ring``: frames of a slot, and slots.
-        ``spare_pages``: what may be kept in host memory when the disk fails.
+        ``spare_pages``: what may be kept in host memory when the disk fails. ``packs``: pages go to the disk
+        compressed, in blocks so small that pages as small as these are worth it.
         """
         homes = homes or [Home.HOST] * len(sizes)
         self.device = device or SimulatedDevice(streams, check_races=check_races, skip_wait=skip_wait)
@@ -63,7 +68,11 @@ class Rig:
         frames = sum(-(-size // PAGE) for size in sizes)
         self.host = HostArena(PAGE, self.device, frames * PAGE)
         self.host.grow(frames)
-        self.disk = FaultyTier(DiskFile(disk_folder, PAGE, frames, checksum=True)) if disk_folder else None
+        self.disk: FaultyTier | None = None
+        if disk_folder:
+            file = DiskFile(disk_folder, PAGE, frames, checksum=True, direct=not packs)
+            file._packer = PagePacker(PAGE, frames, 1, block_bytes=PAGE // 16) if packs else None
+            self.disk = FaultyTier(file)
         self.arena = DeviceArena(self.device, PAGE, arena_frames * PAGE)
         self.arena.add_slab(arena_frames)
         self.transfers = Transfers(
@@ -87,6 +96,8 @@ class Rig:
             counters=self.counters,
             poison=poison,
         )
+        self.homes = Homes(self.space, self.table, self.host, self.disk, PAGE)  # type: ignore[arg-type]
+        self.mover = HomeMover(self.engine, self.homes)
         self.versions: list[int] = []
         self.segments: list[Segment] = []
         for size, home in zip(sizes, homes, strict=True):
@@ -167,6 +178,33 @@ class Rig:
         if view is None:
             view = self.transfers.read_disk_home(segment)
         return view.numpy().copy()
+
+    def set_host_budget(self, num_pages: int, *, settle: bool = True) -> None:
+        """Homes leave host memory, the last segment's first, until it holds no more than so many pages; or come back
+        while it does.
+        """
+        if settle:
+            self.transfers.settle()
+        self.homes.limit_host(0)
+        self.host.budget_bytes = max(num_pages * PAGE, self.host.reserved_bytes)
+        leaving, coming, excess = [], [], self.host.used_bytes // PAGE - num_pages
+        for index, segment in reversed(list(enumerate(self.segments))):
+            if excess > 0 and self.home(index) is Home.HOST:
+                leaving.append(segment)
+                excess -= segment.num_pages
+        room = -excess
+        for index, segment in enumerate(self.segments if not leaving else ()):
+            if self.home(index) is Home.DISK and segment.num_pages <= room:
+                coming.append(segment)
+                room -= segment.num_pages
+        try:
+            self.mover.move(leaving, Home.DISK)
+            self.mover.move(coming, Home.HOST)
+        finally:
+            for stream in self.device.own_streams:
+                stream.synchronize()
+            self.homes.release_host(locked=True)
+            self.host.budget_bytes = max(num_pages * PAGE, self.host.reserved_bytes)
 
     def prefetch(self, index: int, *, ticks_ahead: int = 0) -> bool:
         """Ask for a segment ahead of its use."""

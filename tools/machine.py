@@ -54,15 +54,16 @@ def load_machine(path: str | None) -> Machine:
         )
     own = {f.name for f in fields(Machine)} - {"rates"}
     of_rates = {f.name for f in fields(MachineRates)}
+    counts = {f.name for f in fields(MachineRates) if f.type == "int"}
     values: dict[str, Any] = {"name": Path(path).stem}
-    rates: dict[str, float] = {}
+    rates: dict[str, Any] = {}
     for key, value in content.items():
         if key not in own | of_rates:
             raise InputError(f"--machine {path}: unknown field {key!r}{closest(key, own | of_rates)}")
         if key == "name":
             values[key] = str(value)
         elif key in of_rates:
-            rates[key] = _rate(path, key, value)
+            rates[key] = _count(path, key, value) if key in counts else _rate(path, key, value)
         elif key.endswith("_per_second"):
             values[key] = _rate(path, key, value)
         else:
@@ -74,6 +75,12 @@ def _rate(path: str, key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise InputError(f"--machine {path}: {key} is {value!r}; expected a number above 0")
     return float(value)
+
+
+def _count(path: str, key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"--machine {path}: {key} is {value!r}; expected a whole number above 0")
+    return value
 
 
 def _size(path: str, key: str, value: Any) -> int:

@@ -11,40 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pager.config import Config
 from pager.device_budget import DeviceBudget
 from pager.errors import BudgetError
-from pager.graph.arena_walk import DeviceShares, Placement, StepKnobs
+from pager.graph.arena_walk import DeviceShares, Placement
 from pager.graph.bound import StepBound, StepCeilings, step_bound
 from pager.graph.simulate import SimulatedStep, simulate
 from pager.optim.adopted import UNIT_BYTES
-from pager.policies.placement import Home, PlacementError, place
+from pager.policies.placement import PlacementError
 from pager.policies.protocol import make_eviction_policy
-from pager.policies.staying import (
-    belady,
-    lent_gradient_bytes,
-    room_for_staying,
-    share_arena,
-    spread,
-)
-from pager.policies.update_split import LEAD, balanced_share, cpu_part
+from pager.policies.staying import lent_gradient_bytes, share_arena, spread
+from pager.policies.update_split import LEAD
 from pager.tools.captured import CapturedModel
+from pager.tools.cpu_part import CpuPart
 from pager.tools.machine import Machine
+from pager.tools.placing import UPDATE_TENSORS, Placing
 from pager.units import format_bytes
 
 __all__ = ["Prediction", "Wanted", "predict"]
 
 # A share of the update for the CPU follows from rates that it changes itself.
-_ROUNDS = 5
-_SAME_SHARE = 0.005
-# As `pager.homes`: what is not wired must hold the update of the largest tensor; a parameter that streams crosses the
-# link four times, a gradient or a state twice.
-_UPDATE_TENSORS = 4
-_CROSSINGS = (4, 2, 2)
-# As `pager.bill`: parameters are wired with updates on the CPU only where they fill so much of the budget.
-_WIRED_SHARE = 0.75
+_ROUNDS = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +167,7 @@ def predict(
     )
     shares = DeviceShares(arena_bytes=arena, num_slots=num_slots, slot_bytes=slot_bytes)
     known["shares"] = shares
-    if not num_slots or arena < _UPDATE_TENSORS * largest:
+    if not num_slots or arena < UPDATE_TENSORS * largest:
         return Prediction(
             **known,
             fits=False,
@@ -187,7 +175,7 @@ def predict(
             may_train=arena >= largest,
             reason=f"of a budget of {format_bytes(wanted.budget_bytes)} {format_bytes(arena)} are left for pages "
             f"beside activations of {format_bytes(captured.activation_bytes)}; streaming the largest tensor "
-            f"({format_bytes(largest)}) takes {_UPDATE_TENSORS} of it, and its states a slot",
+            f"({format_bytes(largest)}) takes {UPDATE_TENSORS} of it, and its states a slot",
         )
     try:
         placement, result = _simulate(captured, machine, wanted, shares, keep_tasks=keep_tasks)
@@ -227,131 +215,23 @@ def _plain(error: Exception) -> str:
 def _simulate(
     captured: CapturedModel, machine: Machine, wanted: Wanted, shares: DeviceShares, *, keep_tasks: bool
 ) -> tuple[Placement, SimulatedStep]:
-    """Where the CPU takes part its share is found as the runtime does: from the rates of the step before."""
-    step = captured.step
-    rates = dataclasses.replace(machine.rates, cpu_bytes_per_parameter=float(step.size.cpu_update))
-    knobs = StepKnobs(update_at=wanted.update_at, prefetch_extents=wanted.prefetch_extents)
-    policy = make_eviction_policy(wanted.eviction)
-    share = {"device": 0.0, "cpu": 1.0}.get(wanted.update_on, wanted.cpu_share)
-    if share is not None:
-        placement = _Placing(captured, wanted, shares).make(share)
-        return placement, simulate(
-            step, placement, shares, policy=policy, rates=rates, knobs=knobs, keep_tasks=keep_tasks
-        )
-    placing = _Placing(captured, wanted, shares)
-    streamed = 1 - float(step.num_elements[placing.keeps_states].sum()) / step.num_parameters
-    parameters_per_second = rest_seconds = 0.0
-    share, last_share = 0.0, -1.0
+    """Where the CPU takes part its share and its threads are found as the runtime does: from the steps before."""
+    placing = Placing(captured, shares, wanted)
+    cpu = CpuPart(captured.step, machine.rates, wanted, keeps_states=placing.keeps_states)
     for _ in range(_ROUNDS):
-        share = balanced_share(
-            streamed_share=streamed,
-            state_bytes=step.size.state,
-            sent_bytes=step.size.gradient,
-            link_bytes_per_second=rates.link_both_bytes_per_second,
-            elements_per_second=parameters_per_second,
-            rest_seconds=rest_seconds / step.num_parameters,
-        )
-        if abs(share - last_share) < _SAME_SHARE:
-            break
-        last_share = share
-        placement = placing.make(share)
+        placement = placing.make(cpu.share)
         result = simulate(
-            step, placement, shares, policy=policy, rates=rates, knobs=knobs, keep_tasks=keep_tasks
+            captured.step,
+            placement,
+            shares,
+            policy=make_eviction_policy(wanted.eviction),
+            rates=cpu.rates,
+            knobs=cpu.knobs(placement, placing.lent_bytes),
+            keep_tasks=keep_tasks,
         )
-        parameters_per_second, rest_seconds = result.cpu_parameters_per_second, result.rest_seconds
+        if not cpu.goes_on(result):
+            break
     return placement, result
-
-
-class _Placing:
-    """Who stays, where homes are, and what the CPU updates: as `pager.homes`, `pager.residency`, `pager.optim`."""
-
-    def __init__(self, captured: CapturedModel, wanted: Wanted, shares: DeviceShares) -> None:
-        self.captured = captured
-        self.wanted = wanted
-        step = captured.step
-        self.elements = step.num_elements
-        count = len(self.elements)
-        self.first_use = np.full(count, len(step.access_parameter), np.int64)
-        np.minimum.at(self.first_use, step.access_parameter, np.arange(len(step.access_parameter)))
-        self.trained = step.gradient_tick >= 0
-        weights = self.elements * step.size.weight
-        largest, arena = int(weights.max()), shares.arena_bytes
-        room = room_for_staying(arena, shares.ring_bytes, largest)
-        all_stay = int(weights.sum()) <= room
-        self.stays = np.full(count, all_stay)
-        may_wire = wanted.update_on == "device" or int(weights.sum()) > wanted.budget_bytes * _WIRED_SHARE
-        self.wired = np.zeros(count, bool)
-        if not all_stay and may_wire:
-            spare = max(min(arena // 2 - largest, arena - _UPDATE_TENSORS * largest), 0)
-            self.wired = self._take(weights, spare, wanted.weights)
-            self.stays = self.wired.copy()
-        self.keeps_states = np.zeros(count, bool)
-        if all_stay and wanted.update_at == "backward":
-            states = np.where(self.trained, self.elements * step.size.state, 0)
-            self.keeps_states = self._take(states, room - int(weights.sum()), wanted.states) & self.trained
-
-    def _take(self, sizes: npt.NDArray[np.int64], room: int, how: str) -> npt.NDArray[np.bool_]:
-        if how == "belady":
-            return belady(sizes, self.first_use, room)
-        if how != "spread":
-            raise ValueError(f"{how!r} is no way to choose what stays; known are 'spread' and 'belady'")
-        order = np.argsort(self.first_use, kind="stable")
-        taken = np.zeros(len(sizes), bool)
-        taken[order] = spread(sizes[order], room)
-        return taken
-
-    def make(self, cpu_share: float) -> Placement:
-        """The placement with so much of the update on the CPU. Raises PlacementError where homes have no room."""
-        nobody = np.zeros(len(self.elements), bool)
-        # The CPU updates only what has its home in host memory; its gradients need homes there too.
-        on_cpu = self._on_cpu(cpu_share, *self._below(nobody)) if cpu_share else nobody
-        weight_on_disk, states_on_disk = self._below(on_cpu)
-        return Placement.of(
-            len(self.elements),
-            stays=self.stays,
-            wired=self.wired,
-            keeps_states=self.keeps_states,
-            on_cpu=on_cpu & ~weight_on_disk & ~states_on_disk,
-            weight_on_disk=weight_on_disk,
-            states_on_disk=states_on_disk,
-        )
-
-    def _on_cpu(
-        self, share: float, weight_on_disk: npt.NDArray[np.bool_], states_on_disk: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.bool_]:
-        on_disk = weight_on_disk | states_on_disk
-        can = np.flatnonzero(self.trained & ~self.keeps_states & ~self.wired & ~on_disk)
-        # Those that are used last in forward come first in backward.
-        order = can[np.argsort(-self.first_use[can], kind="stable")]
-        chosen = np.zeros(len(self.elements), bool)
-        wanted = share * float(self.elements.sum())
-        chosen[order] = cpu_part(
-            self.elements[order], wanted, evenly=self.wanted.cpu_order == "spread", lead=self.wanted.cpu_lead
-        )
-        return chosen
-
-    def _below(self, on_cpu: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Whose weight, whose states have their home on the disk."""
-        step, count = self.captured.step, len(self.elements)
-        needs = self.trained & (on_cpu | (self.wanted.update_at == "step"))
-        sizes = [
-            np.where(self.wired, 0, self.elements * step.size.weight),
-            np.where(needs, self.elements * step.size.gradient, 0),
-            np.where(self.trained, self.elements * step.size.state, 0),
-        ]
-        homes = place(
-            num_bytes=np.concatenate(sizes),
-            traffic_bytes_if_streamed=np.concatenate(
-                [crossings * size for crossings, size in zip(_CROSSINGS, sizes, strict=True)]
-            ),
-            position=np.tile(self.first_use, 3),
-            kind_rank=np.repeat(np.arange(3), count),
-            device_capacity=0,
-            host_capacity=self.wanted.host_bytes,
-            disk_capacity=self.wanted.disk_bytes,
-        )
-        on_disk = (homes == int(Home.DISK)).reshape(3, count)
-        return on_disk[0], on_disk[2]
 
 
 def _bound(captured: CapturedModel, machine: Machine, wanted: Wanted, device_bytes: int) -> StepBound | None:

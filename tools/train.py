@@ -99,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     memory.add_argument("--disk", metavar="DIR", help="folder for a third tier (default: none)")
     memory.add_argument(
+        "--disk-compression",
+        metavar="LEVEL",
+        help="zstd, or a level from 1 to 22: pages that shrink go to the disk compressed (default: none)",
+    )
+    memory.add_argument(
         "--page-size",
         default="128KiB",
         metavar="SIZE",
@@ -128,6 +133,11 @@ def parse_budget(text: str) -> int | float | str:
         return float(text)
     except ValueError:
         return text
+
+
+def parse_compression(text: str | None) -> int | str | None:
+    """``disk_compression`` as ``pager.Config`` takes it, which says what is wrong with it."""
+    return text if text is None or not text.removeprefix("-").isdecimal() else int(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +175,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
         "device_budget": budget,
         "host_budget": parse_budget(arguments.host_budget),
         "disk": arguments.disk,
+        "disk_compression": parse_compression(arguments.disk_compression),
         "page_size": arguments.page_size,
         "prefetch_distance": arguments.prefetch_distance,
         "eviction": arguments.eviction,

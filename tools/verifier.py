@@ -83,7 +83,7 @@ class Verifier:
         plain = self._plain_of(knobs)
         given = {name: value for name, value in knobs.items() if name != PAGING} | {"device": self._spec}
         if given.get("disk") is None:
-            given.pop("disk_budget", None)
+            given = {name: value for name, value in given.items() if not name.startswith("disk_")}
         if not knobs[PAGING]:
             given["device_budget"] = None
         arenas: Sequence[int | None] = (None,)

@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     knobs.add_argument("--host-budget", metavar="SIZE", default="0.85")
     knobs.add_argument("--disk", metavar="DIR", help="folder of a third tier (default: none)")
     knobs.add_argument("--disk-budget", metavar="SIZE", help="(default: 90 %% of what is free there)")
+    knobs.add_argument(
+        "--disk-compression", metavar="LEVEL", help="zstd, or a level from 1 to 22 (default: none)"
+    )
     knobs.add_argument("--page-size", metavar="SIZE", default="128KiB")
     knobs.add_argument("--prefetch-distance", type=int, default=4, help="extents kept in flight (default: 4)")
     knobs.add_argument("--eviction", choices=("belady", "clock", "lru"), default="belady")
@@ -111,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 def knobs_from(arguments: argparse.Namespace) -> dict[str, Any]:
     """The knobs of the run, and ``paging``. InputError or ConfigError for what cannot be."""
     from pager.config import Config
-    from pager.tools.train import parse_budget
+    from pager.tools.train import parse_budget, parse_compression
 
     for name, lowest in (("steps", 1), ("batch", 1), ("seq", 2), ("seed", 0)):
         value = getattr(arguments, name)
@@ -138,6 +141,7 @@ def knobs_from(arguments: argparse.Namespace) -> dict[str, Any]:
     knobs |= {
         "device_budget": None if budget is None else parse_budget(budget),
         "host_budget": parse_budget(arguments.host_budget),
+        "disk_compression": parse_compression(arguments.disk_compression),
     }
     Config(**knobs, device=arguments.device)
     return knobs | {PAGING: not arguments.no_paging}
@@ -163,6 +167,7 @@ def as_dict(work: Work, where: str, knobs: dict[str, Any], verdict: Verdict) -> 
         "page_out_bytes": verdict.statistics.page_out_bytes,
         "disk_read_bytes": verdict.statistics.disk_read_bytes,
         "disk_write_bytes": verdict.statistics.disk_write_bytes,
+        "disk_saved_bytes": verdict.statistics.disk_saved_bytes,
         "tensors": [
             {
                 key: str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
@@ -215,7 +220,9 @@ def _about_disk(knobs: dict[str, Any], statistics: Statistics) -> list[str]:
             "the disk had no effect: device and host memory hold everything; a lower --host-budget uses it"
         ]
     read, written = map(format_bytes, (statistics.disk_read_bytes, statistics.disk_write_bytes))
-    return [f"read {read} from the disk, wrote {written}"]
+    saved = statistics.disk_saved_bytes
+    spared = f"; compression spared it {format_bytes(saved)}" if saved else ""
+    return [f"read {read} from the disk, wrote {written}{spared}"]
 
 
 _HEAD = ("tensor", "kind", "shape", "norm", "without pager", "largest difference", "")

@@ -24,6 +24,7 @@ _OFF: tuple[tuple[str, Any], ...] = (
     ("update_on", "device"),
     ("update_at", "step"),
     ("master", None),
+    ("disk_compression", None),
     ("disk", None),
     ("eviction", "belady"),
     ("page_size", "128KiB"),

@@ -352,8 +352,9 @@ class DiskQueue(Workers):
         num_bytes = min((piece.end - piece.begin) * page_size, read.block_bytes - offset)
         target = slot.memory[offset : offset + num_bytes]
         if piece.write is None:
-            self._disk.read(piece.begin, target)
-            self._counters.add(disk_read_bytes=min(num_bytes, read.num_bytes - offset))
+            moved = self._disk.read(piece.begin, target)
+            plain = min(num_bytes, read.num_bytes - offset)
+            self._counters.add(disk_read_bytes=min(moved, plain), disk_saved_bytes=max(plain - moved, 0))
             return
         write = piece.write
         if write.filled is not None:
@@ -393,8 +394,11 @@ class DiskQueue(Workers):
             if write.filled is not None:
                 write.filled.synchronize()
             self._device.host_touch(write.slot.region, write=False)
-            self._disk.write(write.begin, write.slot.memory[: write.block_bytes])
-            self._counters.add(disk_write_bytes=write.num_bytes)
+            moved = self._disk.write(write.begin, write.slot.memory[: write.block_bytes])
+            self._counters.add(
+                disk_write_bytes=min(moved, write.num_bytes),
+                disk_saved_bytes=max(write.num_bytes - moved, 0),
+            )
         except BaseException as error:
             failure = stripped(error)
         with self.changed:

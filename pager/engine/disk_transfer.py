@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from pager.engine.ring import Ring
 if TYPE_CHECKING:
     from pager.address_space import Segment
     from pager.device.base import Device, Event
+    from pager.engine.disk_requests import Write
     from pager.engine.run import Run
     from pager.statistics import Counters
     from pager.tiers.base import BackingTier
@@ -155,9 +156,9 @@ class DiskTransfers:
 
     # -- whole segments, past the device -----------------------------------------------------------
 
-    def read_home(self, segment: Segment, home_frame: int) -> torch.Tensor:
-        """A copy of a segment, uint8 on the CPU. Raises TierError."""
-        out = torch.empty(segment.num_bytes, dtype=torch.uint8)
+    def read_home(self, segment: Segment, home_frame: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy of a segment, uint8 on the CPU, in ``out`` if given. Raises TierError."""
+        out = torch.empty(segment.num_bytes, dtype=torch.uint8) if out is None else out
 
         def use(offset: int, buffer: torch.Tensor, region: Region) -> None:
             self._device.host_touch(region, write=False)
@@ -172,21 +173,35 @@ class DiskTransfers:
         """Write all of a segment (uint8 on the CPU). Raises TierError; the home is undefined then."""
         # What was on its way there is old now; and one that had failed would be waited for in vain.
         self.queue.drop(home_frame, segment.num_pages)
-        writes = []
-        for frame, num_bytes, offset in self._extents(home_frame, segment.num_bytes):
-            part = source[offset : offset + num_bytes]
+        self.write_all([(home_frame, source)])
 
-            def fill(buffer: torch.Tensor, region: Region, part: torch.Tensor = part) -> None:
-                self._device.host_touch(region, write=True)
-                buffer.copy_(part)
+    def write_all(self, homes: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Write what is in host memory (uint8 on the CPU) to frames that nobody uses, and wait for it: ``(first frame,
+        bytes)`` each. Raises TierError; then what these frames hold is undefined, and nothing is under way to them.
+        """
+        writes: list[Write] = []
+        try:
+            for home_frame, source in homes:
+                for frame, num_bytes, offset in self._extents(home_frame, source.numel()):
+                    part = source[offset : offset + num_bytes]
 
-            writes.append(self.queue.write(frame, num_bytes, fill))
-        self.queue.wait_for_writes(writes)
+                    def fill(buffer: torch.Tensor, region: Region, part: torch.Tensor = part) -> None:
+                        self._device.host_touch(region, write=True)
+                        buffer.copy_(part)
+
+                    writes.append(self.queue.write(frame, num_bytes, fill))
+        finally:
+            self.queue.wait_for_writes(writes)
 
     def forget(self, segment: Segment, home_frame: int) -> None:
         """The segment's home frames belong to nobody from now on."""
         if self._queue is not None:
             self._queue.drop(home_frame, segment.num_pages)
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Host memory that the ring takes once it is used."""
+        return self._shape.num_bytes if self._queue is None else 0
 
     # -- the queue ---------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from pager.engine.faults import Faults, NoRoom
@@ -107,8 +106,7 @@ class Engine(Faults):
         self.drain()
         with self.lock:
             self._note_writes(self._runs[segment.index])
-            states = self.table.state[segment.first_page : segment.last_page]
-            return bool(np.isin(states, (PageState.DIRTY, PageState.LEAVING)).any())
+            return self.table.is_dirty(segment.first_page, segment.last_page)
 
     @whole
     def evict_segments(self, segments: Sequence[Segment]) -> None:

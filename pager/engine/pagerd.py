@@ -4,9 +4,9 @@ After each access it looks at what the trace expects next and pages in what is a
 many extents as the prefetch policy says. It never evicts something that is needed sooner than what it brings,
 and stands back while a demand fault looks for frames.
 
-As a thread (the default) it also hides the disk's latency; it sleeps on a condition between accesses, so it
-costs nothing while the model computes. Inline it does the same work on the caller's thread, which makes tests
-repeatable.
+As a thread (the default) it also hides the disk's latency; it sleeps on a condition until an access changes something
+of what it found, since each time that it wakes up the training waits for the GIL. Inline it does the same work on the
+caller's thread, which makes tests repeatable.
 
 If it fails it stops, and the error is raised at the next fault, step or close: once. It starts again at the
 boundary of the next step, since a disk or a network file system may well have recovered; after
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,26 @@ ROWS_AHEAD = 128
 MAX_FAILURES = 3
 
 
+class _Look(NamedTuple):
+    """What pagerd found when there was nothing to bring; it looks again when one of these has changed."""
+
+    horizon: int
+    num_jumps: int
+    num_extents: int
+    # Of the timeline: half of what was seen to be there is left before it.
+    position: int
+
+    def is_out_of_date(self, engine: Engine) -> bool:
+        """Whether a look now may find something. An eviction moves the horizon back."""
+        timeline = engine.timeline
+        return (
+            timeline.position >= self.position
+            or engine.horizon != self.horizon
+            or engine.num_prefetched_extents < self.num_extents
+            or timeline.num_jumps != self.num_jumps
+        )
+
+
 class Pagerd:
     """The prefetch daemon of one engine."""
 
@@ -49,6 +69,8 @@ class Pagerd:
         self.set_distance(distance)
         self._wake = threading.Condition()
         self._num_jumps_seen = 0
+        # None: look at each access.
+        self._last_look: _Look | None = None
         self._pending = False
         self._busy = False
         self._paused = 0
@@ -75,11 +97,15 @@ class Pagerd:
     def set_distance(self, num_extents: int) -> None:
         """Keep this many upcoming extents in flight from now on; 0 switches prefetch off."""
         self.distance = num_extents
+        self._last_look = None
         self._policy = FixedDistance(num_extents) if num_extents > 0 else None
 
     def notify(self) -> None:
         """An access happened: there may be something to bring."""
         if self._policy is None or self.is_closed:
+            return
+        look = self._last_look
+        if look is not None and not look.is_out_of_date(self._engine):
             return
         if self._thread is None:
             if not self._paused and not getattr(self._inside, "pumping", False):
@@ -98,11 +124,14 @@ class Pagerd:
         policy = self._policy
         if policy is None:
             return
+        self._last_look = None
         while not self.is_closed:
             with self._engine.lock:
                 issued = self._engine.num_prefetched_extents
                 issued_bytes = self._engine.num_prefetched_bytes
                 rows = self._next_absent(self.distance - issued)
+                if not rows:
+                    self._last_look = self._look(issued)
             if not rows:
                 return
             extents = [_extent_bytes(self._num_bytes(row)) for row in rows]
@@ -165,6 +194,14 @@ class Pagerd:
             rows.append(row)
             num_extents -= ceil_div(self._num_bytes(row), EXTENT_BYTES)
         return rows
+
+    def _look(self, num_issued: int) -> _Look | None:
+        """What stands now that nothing is to be brought (locked)."""
+        engine = self._engine
+        timeline = engine.timeline
+        if timeline.trace is None:
+            return None  # nobody knows yet what comes
+        return _Look(engine.horizon, timeline.num_jumps, num_issued, timeline.position + ROWS_AHEAD // 2)
 
     # -- the thread --------------------------------------------------------------------------------
 

@@ -300,6 +300,31 @@ class Transfers:
         assert self._disk is not None
         self._disk.write_home(segment, int(self._table.home_frame[segment.first_page]), source)
 
+    # -- homes that move ---------------------------------------------------------------------------
+
+    def write_to_disk(self, segments: Sequence[Segment], frames: Sequence[int]) -> None:
+        """Write the values of homes in host memory to frames of the disk that nobody uses, and wait for it. Raises
+        TierError: then what the frames hold is undefined, and nothing is under way to them.
+        """
+        assert self._disk is not None
+        homes = [self.home_bytes(segment, write=False) for segment in segments]
+        self._disk.write_all(
+            [(frame, home) for frame, home in zip(frames, homes, strict=True) if home is not None]
+        )
+
+    def read_from_disk(self, segments: Sequence[Segment], frames: Sequence[int]) -> None:
+        """Read the values of homes on disk into frames of host memory that nobody uses. Raises TierError."""
+        assert self._disk is not None
+        for segment, frame in zip(segments, frames, strict=True):
+            self._device.host_touch(Region("host", frame, frame + segment.num_pages), write=True)
+            home_frame = int(self._table.home_frame[segment.first_page])
+            self._disk.read_home(segment, home_frame, self._host.view(frame, segment.num_bytes))
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Host memory that is not taken yet, and will be with the first byte to or from a disk."""
+        return 0 if self._disk is None else self._disk.bytes_to_come
+
     def forget(self, segment: Segment) -> None:
         """Drop the events of a segment that is no more, after they have passed, and what the disk is to do for it."""
         for events in (self._home_written, self._home_read):

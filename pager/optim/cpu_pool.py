@@ -214,7 +214,8 @@ class UpdatePool:
         shared = self._shared
         with shared.changed:
             shared.limit = min(max(num_threads, 1), self.num_threads)
-            shared.changed.notify_all()
+            num_slices = sum(len(job._slices) for *_, job in shared.ready)
+            shared.changed.notify(max(min(shared.limit - shared.num_busy, num_slices), 0))
 
     def close(self) -> None:
         """Wait for all that was submitted, and for the threads. May be called again; not from a job.
@@ -314,7 +315,8 @@ def _account(shared: _Shared, job: UpdateHandle, error: BaseException | None) ->
     del done, error
     with shared.changed:
         del shared.unfinished[job._order]
-        shared.changed.notify_all()
+        if shared.is_closed and not shared.unfinished:
+            shared.changed.notify_all()
     job._finished.set()
 
 

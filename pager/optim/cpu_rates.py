@@ -2,7 +2,8 @@
 
 A step, as seen from here: it ends (``end_step``), the link rests until the first gradient of the next (``link_rests``,
 ``first_gradient``; only where updates run inside backward does anybody know that), and somebody may stand still for
-an update that is not done (``was_waited_for``). Jobs are counted as they end, on the pool's threads.
+an update that is not done (``was_waited_for``), or the device do one because there is no room in host memory for more
+gradients that wait (``was_refused``). Jobs are counted as they end, on the pool's threads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class CpuRates:
         # Of the last step, whatever the link did meanwhile; and while it rests, smoothed. 0.0 until measured.
         self.per_second = 0.0
         self.alone_per_second = 0.0
-        # From the end of a step to the first gradient, without what was waited for the CPU.
+        # From the end of a step to the first gradient, without what was waited for the CPU, smoothed.
         self.rest_seconds = 0.0
         # By how much the CPU's share is to be less for what it was late by.
         self.less = 0.0
@@ -33,6 +34,7 @@ class CpuRates:
         self.num_steps = 0
         self._step_ended = 0.0
         self._late_seconds = 0.0
+        self._num_refused_elements = 0
         self._rest_began: float | None = None
         self._last_done = 0.0
         self._lock = threading.Lock()
@@ -55,6 +57,10 @@ class CpuRates:
         """Somebody needed a parameter that the CPU had not updated yet."""
         self._late_seconds += seconds
 
+    def was_refused(self, num_elements: int) -> None:
+        """There was no room for a gradient: the device had to do an update that was the CPU's."""
+        self._num_refused_elements += num_elements
+
     def end_step(self, num_elements: int) -> None:
         """A step is over, of ``num_elements`` in all."""
         self._step_ended = time.perf_counter()
@@ -73,14 +79,16 @@ class CpuRates:
                 late_seconds=self._late_seconds,
                 elements_per_second=self.per_second,
                 num_elements=num_elements,
+                num_refused_elements=self._num_refused_elements,
             )
-        self._late_seconds = 0.0
+        self._late_seconds, self._num_refused_elements = 0.0, 0
 
     def first_gradient(self) -> None:
         """The first gradient of a step is here: until now the link had nothing to do."""
         with self._lock:
             self._rest_began = None
-        self.rest_seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
+        seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
+        self.rest_seconds = (seconds + (self.rest_seconds or seconds)) / 2
 
     def link_rests(self) -> None:
         """The backward is over: until its next gradient host memory is the CPU's alone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pager.errors import BudgetError
+from pager.policies.update_split import WAITING_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
     from pager.mmu.mmu import Mmu
     from pager.optim.cpu_job import Job
 
-# Of the bytes of all gradients. The CPU updates a third of them, and is behind by a part of that.
-_POOL_SHARE = 6
-# But so many of the largest, for a model that has few.
+# Room for so many of the largest, for a model that has few.
 _LEAST_GRADIENTS = 2
 
 
@@ -33,6 +32,9 @@ class GradientHomes:
         self._homes = homes
         self._settle = settle
         self._is_reserved: bool | None = None
+        # Of the bytes of all gradients, those set aside.
+        self.share = WAITING_SHARE
+        self._pool_bytes = 0
         self._lent: list[tuple[Binding, Job | None]] = []
 
     def has_home(self, gradient: Binding) -> bool:
@@ -51,13 +53,25 @@ class GradientHomes:
         """Once: set the memory aside that is lent to ``gradients``. False if there is no room for it."""
         if self._is_reserved is None:
             sizes = [gradient.segment.num_bytes for gradient in gradients]
-            num_bytes = max(sum(sizes) // _POOL_SHARE, _LEAST_GRADIENTS * max(sizes, default=0))
-            try:
-                self._homes.reserve_host([num_bytes])
-                self._is_reserved = True
-            except BudgetError:
-                self._is_reserved = False
+            self._pool_bytes = max(int(WAITING_SHARE * sum(sizes)), _LEAST_GRADIENTS * max(sizes, default=0))
+            self._is_reserved = self._reserve(self._pool_bytes)
+            self.share = self._pool_bytes / max(sum(sizes), 1)
         return self._is_reserved
+
+    def _reserve(self, num_bytes: int) -> bool:
+        try:
+            self._homes.reserve_host([num_bytes])
+        except BudgetError:
+            return False
+        return True
+
+    def renew(self) -> None:
+        """Between two steps: have again what was given back when the host budget was lowered, if it may be now."""
+        lent_bytes = sum(
+            gradient.segment.num_pages * gradient.segment.page_size for gradient, _ in self._lent
+        )
+        if self._homes.spare_host_bytes + lent_bytes < self._pool_bytes and self._is_reserved:
+            self._reserve(self._pool_bytes - lent_bytes)
 
     def lend(self, gradient: Binding) -> bool:
         """Have a home for it in host memory, without asking for more of that; False if none is free."""

@@ -149,14 +149,14 @@ class Masters:
         return param in self._small
 
     def small(self, param: torch.Tensor) -> torch.Tensor:
-        """A copy of a small parameter's master, fp32, where the parameter is."""
+        """A small parameter's master, fp32, where the parameter is; to be copied before it is changed."""
         master, version = self._small.get(param, (None, -1))
         if master is None or master.device != param.device:
             return param.detach().float()
         # The very values it has, written once more (a model's state dict after the optimizer's), keep it.
         if version != param._version and not torch.equal(master.to(param.dtype), param.detach()):
             return param.detach().float()
-        return master.clone()
+        return master
 
     def keep_small(self, param: torch.Tensor, master: torch.Tensor) -> None:
         """An update has written ``master``, rounded, to the parameter."""

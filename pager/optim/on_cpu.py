@@ -98,6 +98,7 @@ class CpuUpdates:
         """
         total = sum(binding.segment.num_elements for binding, *_ in order)
         self.rates.end_step(total)
+        self._gradient_homes.renew()
         entries = [
             (binding, adopted, adopted.optimizer.param_groups[index]) for binding, adopted, index in order
         ]
@@ -168,6 +169,8 @@ class CpuUpdates:
             elements_per_second=beside,
             alone_per_second=alone,
             rest_seconds=rates.rest_seconds / total,
+            # Gradients that wait in step() have homes of their own.
+            waiting_share=self._gradient_homes.share if rates.knows_rest else 1.0,
         )
         return max(share - rates.less, 0.0)
 
@@ -204,7 +207,7 @@ class CpuUpdates:
             return False
         if slot.segment.dtype != binding.segment.dtype or slot.segment.stride != binding.segment.stride:
             return False
-        homes = (binding, *states.values())
+        homes = (binding, slot, *states.values())
         table = self._engine.table
         return all(int(table.home[b.segment.first_page]) == Home.HOST for b in homes) and all(
             state.fixed is None and not state.keep and self._engine.has_value(state.segment)
@@ -241,6 +244,7 @@ class CpuUpdates:
         if count is None:
             return False
         if not is_kept and not (self._gradient_homes.lend(slot) and self._is_at_home(slot)):
+            self.rates.was_refused(binding.segment.num_elements)
             return False
         # All that can go wrong comes before anything changes.
         pool = self._threads()

@@ -82,7 +82,7 @@ def _show_masters(adopted: AdoptedOptimizer, shown: dict[str, Any]) -> None:
             and adopted.masters.has_small(param)
             and (state or adopted.masters.knows_small(param))
         ):
-            shown["state"][index] = {**state, MASTER: adopted.masters.small(param).cpu()}
+            shown["state"][index] = {**state, MASTER: adopted.masters.small(param).to("cpu", copy=True)}
 
 
 def _hidden(adopted: AdoptedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -205,14 +205,14 @@ class StreamedUnit:
                 copy.grad = gradient
             del gradient
             new = update.run_class(self.progress.group_index, [copy], [self.progress.state_of(states)])[0]
-            scratch, copy.grad = copy.grad, None
+            scratch: torch.Tensor | None = copy.grad
+            copy.grad = None
             if self.progress.has_master:
-                # Rounded into a tensor of its own: nothing of the parameter is written before the commit.
-                weight = torch.empty_like(views[_OWN])
-                split(copy.detach(), weight, low, scratch)
-                copy, new[LOW] = weight, low
+                new[LOW] = low
+                if scratch is None:  # the class dropped it
+                    scratch = torch.empty_like(copy)
             with uninterrupted():
-                self._commit(update, staged, copy, new, views, runs)
+                self._commit(update, staged, copy, scratch, new, views, runs)
         finally:
             leases.clear()
             views.clear()
@@ -228,6 +228,7 @@ class StreamedUnit:
         update: Update,
         staged: list[Run],
         copy: torch.Tensor,
+        scratch: torch.Tensor | None,
         new: dict[str, Any],
         views: dict[str, torch.Tensor],
         runs: dict[str, Run],
@@ -235,7 +236,10 @@ class StreamedUnit:
         engine = update.adopted.engine
         binding = self.progress.binding
         update.committed = True
-        views[_OWN].copy_(copy)
+        if self.progress.has_master:
+            split(copy.detach(), views[_OWN], new[LOW], scratch)
+        else:
+            views[_OWN].copy_(copy)
         if binding.pending is None:  # else it was counted when the step returned
             binding.bump_version()
         written = []

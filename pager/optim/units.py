@@ -18,6 +18,7 @@ from pager.mmu.clipping import Scale, scaled, scaled_copy
 from pager.optim.master import join, split
 from pager.optim.masters import LOW
 from pager.optim.schedule import Slice, note_accesses, unit_ranges
+from pager.optim.together import clone_all, copy_all
 from pager.spans import span
 
 if TYPE_CHECKING:
@@ -55,13 +56,19 @@ class Progress:
     new_scalars: dict[str, Any] | None = None
     scale: Scale | None = None
 
-    def keep_scalars(self, adopted: AdoptedOptimizer) -> None:
-        """Remember the state's values that are not paged."""
+    def look_again(self, adopted: AdoptedOptimizer) -> None:
+        """Another step: what of the states there is to be fetched."""
+        self.is_fresh = not adopted.optimizer.state.get(self.binding.tensor, {})
+        self.low_is_valid = adopted.masters.are_valid(self.binding)
+
+    def keep_scalars(self, adopted: AdoptedOptimizer, *, copied: bool = True) -> None:
+        """Remember the state's values that are not paged. ``copied``: they may change before the units have run."""
         paged = adopted.paged_states(self.binding)
         live = adopted.optimizer.state.get(self.binding.tensor, {})
         self.is_fresh = not live
         self.keys = [key for key in live if key != LOW]
-        self.scalars = _cloned({key: live[key] for key in self.keys if key not in paged})
+        scalars = {key: live[key] for key in self.keys if key not in paged}
+        self.scalars = _cloned(scalars) if copied else scalars
 
     def state_of(self, paged: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """A state dict to be stepped: these tensors, and copies of what is not paged, in the user's order."""
@@ -129,31 +136,35 @@ class SmallUnit:
             self.staged = self._compute(update)
         update.committed = True
         masters = update.adopted.masters
+        written = []
         for param, result, state in self.staged:
-            param.copy_(result)
-            if masters.has_small(param):
-                masters.keep_small(param, result.detach())
+            written.append((param, result.detach()))
             if update.writes_gradients and param.grad is not None and result.grad is not None:
-                param.grad.copy_(result.grad)
+                written.append((param.grad, result.grad))
             states = update.adopted.optimizer.state
             if state or param in states:  # torch makes no entry for an optimizer that keeps nothing
-                _commit_small_state(states[param], state)
+                written += _commit_small_state(states[param], state)
+        copy_all(written)
+        for param, result, _ in self.staged:
+            if masters.has_small(param):
+                masters.keep_small(param, result.detach())
 
     def _compute(self, update: Update) -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
         staged = []
+        masters = update.adopted.masters
         for group_index in dict.fromkeys(index for index, *_ in self.members):
-            params, copies = [], []
-            for param, grad in [(param, grad) for index, param, grad in self.members if index == group_index]:
-                params.append(param)
-                masters = update.adopted.masters
-                if masters.has_small(param):
-                    copy = masters.small(param).requires_grad_(True)
-                    copy.grad = grad.float()
-                else:
-                    copy = param.detach().clone().requires_grad_(True)
-                    copy.grad = grad.clone() if update.writes_gradients else grad
-                copies.append(copy)
-            states = [_cloned(update.adopted.optimizer.state.get(param, {})) for param in params]
+            members = [(param, grad) for index, param, grad in self.members if index == group_index]
+            params = [param for param, _ in members]
+            copies = clone_all([masters.small(p) if masters.has_small(p) else p.detach() for p in params])
+            grads = dict(members)
+            with_master = [param for param in params if masters.has_small(param)]
+            wide = clone_all([grads[param] for param in with_master], dtype=torch.float32)
+            grads.update(zip(with_master, wide, strict=True))
+            if update.writes_gradients:
+                grads = dict(zip(grads, clone_all(list(grads.values())), strict=True))
+            for param, copy in zip(params, copies, strict=True):
+                copy.requires_grad_(True).grad = grads[param]
+            states = _all_cloned([update.adopted.optimizer.state.get(param, {}) for param in params])
             new_states = update.run_class(group_index, copies, states)
             staged += list(zip(params, copies, new_states, strict=True))
         return staged
@@ -167,14 +178,28 @@ def _copy_of(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _commit_small_state(live: dict[str, Any], new: dict[str, Any]) -> None:
-    """Write results into the user's state tensors where they exist: torch updates them in place."""
+def _all_cloned(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    clones = iter(clone_all(tensors))
+    return [
+        {key: next(clones) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        for state in states
+    ]
+
+
+def _commit_small_state(live: dict[str, Any], new: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Results that are to be written into the user's state tensors, where they exist: torch updates them in place. The
+    others take their place.
+    """
+    written = []
     for key, value in new.items():
         old = live.get(key)
         if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
-            old.copy_(value)
+            if old is not value:  # what was interrupted comes here twice
+                written.append((old, value))
         else:
             live[key] = value
+    return written
 
 
 class PagedUnit:

@@ -176,23 +176,28 @@ class Update:
         )
 
     def take_again(self, group_index: int, binding: Binding, units: list[StreamedUnit]) -> bool:
-        """Let the streamed units of an earlier step be those of this one; False if it would cut the parameter
-        otherwise.
+        """Let the streamed units of an earlier step be fetched for the next one, which adopts them; False if it would
+        cut the parameter otherwise.
         """
-        keys = self.adopted.probed(self.groups[group_index], binding).state_dtypes
-        if not units or not can_stream(self.adopted, binding, keys):
+        adopted, group = self.adopted, self.groups[group_index]
+        if not units or not can_stream(adopted, binding, adopted.probed(group, binding).state_dtypes):
+            return False
+        if units[0].progress.depends_on != adopted.cut_depends_on(group, binding):
             return False
         for unit in units:
             unit.begin_again()
-        return self.adopt_units(group_index, binding, units)
+        units[0].progress.look_again(adopted)
+        return True
 
     def adopt_units(self, group_index: int, binding: Binding, units: list[StreamedUnit]) -> bool:
-        """Let units that were made ahead be those of this step; False if it would cut the parameter otherwise."""
+        """Let units that were made ahead be those of this step, which does not wait; False if it would cut the
+        parameter otherwise.
+        """
         made = units[0].progress
         progress = self._progress(group_index, binding, len(units))
         if made.num_units != len(units) or made.depends_on != progress.depends_on or self.writes_gradients:
             return False
-        progress.keep_scalars(self.adopted)
+        progress.keep_scalars(self.adopted, copied=False)
         for unit in units:
             unit.progress = progress
         return True

@@ -55,13 +55,13 @@ class Adaptor:
         """See `BackingTier.free`."""
         self.inner.free(first_frame, num_frames)
 
-    def read(self, first_frame: int, out: torch.Tensor) -> None:
+    def read(self, first_frame: int, out: torch.Tensor) -> int:
         """See `BackingTier.read`."""
-        self.inner.read(first_frame, out)
+        return self.inner.read(first_frame, out)
 
-    def write(self, first_frame: int, data: torch.Tensor) -> None:
+    def write(self, first_frame: int, data: torch.Tensor) -> int:
         """See `BackingTier.write`."""
-        self.inner.write(first_frame, data)
+        return self.inner.write(first_frame, data)
 
     def close(self) -> None:
         """See `BackingTier.close`."""
@@ -163,15 +163,17 @@ class CountedTier(Adaptor):
         self._counting(lambda: self.inner.free(first_frame, num_frames))
         self._add(num_frees=1, freed_bytes=num_frames * self.page_size)
 
-    def read(self, first_frame: int, out: torch.Tensor) -> None:
+    def read(self, first_frame: int, out: torch.Tensor) -> int:
         """As the inner tier."""
-        self._counting(lambda: self.inner.read(first_frame, out))
+        moved = int(self._counting(lambda: self.inner.read(first_frame, out)))
         self._add(num_reads=1, read_bytes=out.numel())
+        return moved
 
-    def write(self, first_frame: int, data: torch.Tensor) -> None:
+    def write(self, first_frame: int, data: torch.Tensor) -> int:
         """As the inner tier."""
-        self._counting(lambda: self.inner.write(first_frame, data))
+        moved = int(self._counting(lambda: self.inner.write(first_frame, data)))
         self._add(num_writes=1, write_bytes=data.numel())
+        return moved
 
     def _counting(self, operation: Callable[[], Any]) -> Any:
         try:
@@ -247,30 +249,30 @@ class FaultyTier(Adaptor):
             raise fault.error or _input_output_error("free")
         self.inner.free(first_frame, num_frames)
 
-    def read(self, first_frame: int, out: torch.Tensor) -> None:
+    def read(self, first_frame: int, out: torch.Tensor) -> int:
         """As the inner tier, unless a fault says otherwise."""
         fault = self._next_fault("read")
         self._take_time()
         if fault is not None and fault.wrong_byte is None:
             raise fault.error or _input_output_error("read")
-        self.inner.read(first_frame, out)
+        moved = self.inner.read(first_frame, out)
         if fault is not None and fault.wrong_byte is not None:
             out[fault.wrong_byte] ^= 0xFF
+        return moved
 
-    def write(self, first_frame: int, data: torch.Tensor) -> None:
+    def write(self, first_frame: int, data: torch.Tensor) -> int:
         """As the inner tier, unless a fault says otherwise."""
         fault = self._next_fault("write")
         self._take_time()
         if fault is None:
-            self.inner.write(first_frame, data)
-        elif fault.wrong_byte is not None:
+            return self.inner.write(first_frame, data)
+        if fault.wrong_byte is not None:
             data = data.clone()
             data[fault.wrong_byte] ^= 0xFF
-            self.inner.write(first_frame, data)
-        else:
-            if fault.num_bytes:
-                self.inner.write(first_frame, data[: fault.num_bytes])
-            raise fault.error or _input_output_error("write")
+            return self.inner.write(first_frame, data)
+        if fault.num_bytes:
+            self.inner.write(first_frame, data[: fault.num_bytes])
+        raise fault.error or _input_output_error("write")
 
     def _next_fault(self, operation: str) -> Fault | None:
         with self._lock:

@@ -57,12 +57,16 @@ class BackingTier(Protocol):
         """Take back frames in use; it need not be the whole of a range that was allocated together."""
         ...
 
-    def read(self, first_frame: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (contiguous 1-D uint8 on the CPU) from the frames that begin at ``first_frame``."""
+    def read(self, first_frame: int, out: torch.Tensor) -> int:
+        """Fill ``out`` (contiguous 1-D uint8 on the CPU) from the frames that begin at ``first_frame``; the bytes that
+        were moved for it, fewer where the tier compresses.
+        """
         ...
 
-    def write(self, first_frame: int, data: torch.Tensor) -> None:
-        """Put ``data`` (contiguous 1-D uint8 on the CPU) into the frames that begin at ``first_frame``."""
+    def write(self, first_frame: int, data: torch.Tensor) -> int:
+        """Put ``data`` (contiguous 1-D uint8 on the CPU) into the frames that begin at ``first_frame``; the bytes that
+        were moved for it, fewer where the tier compresses.
+        """
         ...
 
     def close(self) -> None:

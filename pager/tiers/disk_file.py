@@ -9,6 +9,9 @@ anything else (the engine does not) has it copied once.
 Reads and writes go on after short counts and interrupts. With ``checksum`` a CRC-32 of every page is kept in
 memory (8 bytes a page) and compared on every read. That is a loop over pages, but over pages whose 128 KiB
 are each read by ``zlib.crc32``, which lets other threads run meanwhile; docs/benchmarks.md has its cost.
+
+With ``compression`` a page that shrinks is written packed, to the place it has anyway (`pager.tiers.page_packer`), each
+by a request of its own; plain neighbours still go together. The checksum is that of the plain bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import torch
 from pager.errors import CorruptPage, DiskFull, PagerClosed, PagerInternalError, TierFull, TierIOError
 from pager.tiers.base import check_host_bytes
 from pager.tiers.disk_folder import RunFolder
+from pager.tiers.page_packer import BadPage, PagePacker
 from pager.tiers.ranges import FrameRanges
 from pager.units import ceil_div, format_bytes
 
@@ -44,7 +48,7 @@ class DiskFile:
     """``num_frames`` frames of ``page_size`` bytes in a file in ``directory``, which must exist and be ours.
 
     ``grow`` adds more, up to ``budget_bytes`` (None: there is no growing). ``direct``: past the page cache, if that
-    can be.
+    can be. ``compression``: level of zstandard, from 1 to 22, or None.
 
     Raises DiskFull (a TierFull) where the disk has no room, TierIOError for everything else that the system refuses: a
     folder that is missing, read-only, a symbolic link, or another user's. Both have ``errno`` and ``filename``.
@@ -57,6 +61,7 @@ class DiskFile:
         num_frames: int,
         *,
         checksum: bool = False,
+        compression: int | None = None,
         budget_bytes: int | None = None,
         direct: bool = True,
     ) -> None:
@@ -72,6 +77,9 @@ class DiskFile:
         self._growing = threading.Lock()
         self._ranges = FrameRanges(num_frames)
         self._checksums = _Checksums(num_frames) if checksum else None
+        self._packer: PagePacker | None = None
+        if compression is not None:
+            self._packer = PagePacker(page_size, num_frames, compression, block_bytes=BLOCK_BYTES)
         self._folder = RunFolder(self.directory)
         self._fd = self._folder.fd
         try:
@@ -118,8 +126,9 @@ class DiskFile:
             self._folder.describe(begin + num_bytes)
             with self._lock:
                 self._ranges.grow(num_frames)
-                if self._checksums is not None:
-                    self._checksums.grow(num_frames)
+                for column in (self._checksums, self._packer):
+                    if column is not None:
+                        column.grow(num_frames)
                 self.num_frames += num_frames
 
     def allocate(self, num_frames: int) -> int:
@@ -143,24 +152,28 @@ class DiskFile:
             self._ranges.free(first_frame, num_frames)
             if self._checksums is not None:
                 self._checksums.forget(first_frame, num_frames)
+            if self._packer is not None:
+                self._packer.note(first_frame, num_frames, 0)
 
-    def read(self, first_frame: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (contiguous 1-D uint8 on the CPU) from the frames; blocks the calling thread.
+    def read(self, first_frame: int, out: torch.Tensor) -> int:
+        """Fill ``out`` (contiguous 1-D uint8 on the CPU) from the frames; blocks the calling thread. The bytes read.
 
-        Raises TierIOError, or CorruptPage where a page is not what was written to it (with ``checksum``).
+        Raises TierIOError, or CorruptPage where a page is not what was written to it (with ``checksum``; without, where
+        a packed page cannot be unpacked).
         """
         check_host_bytes(out, "out")
         self._check_range(first_frame, out.numel())
         target = _aligned(out.numel()) if self._needs_copy(out) else out
         view = _memory_of(target)
-        self._read(first_frame * self.page_size, view)
+        moved = self._load(first_frame, view)
         if self._checksums is not None:
             self._verify(first_frame, view[: out.numel()])
         if target is not out:
             out.copy_(target[: out.numel()])
+        return moved
 
-    def write(self, first_frame: int, data: torch.Tensor) -> None:
-        """Put ``data`` (contiguous 1-D uint8 on the CPU) into the frames; blocks the calling thread.
+    def write(self, first_frame: int, data: torch.Tensor) -> int:
+        """Put ``data`` (contiguous 1-D uint8 on the CPU) into the frames; blocks the calling thread. The bytes written.
 
         Raises DiskFull or TierIOError; the frames written to are undefined then, and nothing else is changed.
         The checksums stay the old ones until all is written, so that a page torn half way is a CorruptPage.
@@ -171,9 +184,10 @@ class DiskFile:
         if self._needs_copy(data):
             source = _aligned(data.numel())
             source[: data.numel()].copy_(data)
-        self._write(first_frame * self.page_size, _memory_of(source))
+        moved = self._store(first_frame, _memory_of(source))
         if self._checksums is not None:
             self._checksums.note(first_frame, self._split(_memory_of(data)))
+        return moved
 
     def close(self) -> None:
         """Close the file, which frees its blocks. No read or write may be under way. Idempotent."""
@@ -209,6 +223,51 @@ class DiskFile:
     def _needs_copy(self, memory: torch.Tensor) -> bool:
         return self.is_direct and bool(memory.data_ptr() % BLOCK_BYTES or memory.numel() % BLOCK_BYTES)
 
+    # -- pages, packed or plain ---------------------------------------------------------------------
+
+    def _load(self, first_frame: int, view: memoryview) -> int:
+        """Fill ``view`` from the frames; the bytes read."""
+        offset, packer = first_frame * self.page_size, self._packer
+        moved = begin = 0  # from ``begin`` on pages are plain, and read together
+        for at in range(0, len(view), self.page_size) if packer is not None else ():
+            assert packer is not None
+            frame = first_frame + at // self.page_size
+            num_bytes = packer.packed_bytes(frame)
+            if not num_bytes:
+                continue
+            moved += self._read(offset + begin, view[begin:at])
+            begin = at + self.page_size
+            packed = packer.buffer(num_bytes)
+            moved += self._read(offset + at, packed)
+            try:
+                packer.unpack(packed, view[at:begin])
+            except BadPage as error:
+                raise self._corrupt(frame, f"it cannot be unpacked: {error}") from error
+        return moved + self._read(offset + begin, view[begin:])
+
+    def _store(self, first_frame: int, view: memoryview) -> int:
+        """Write ``view`` to the frames; the bytes written. What a page is noted as follows its write."""
+        packer = self._packer
+        if packer is None:
+            return self._write(first_frame * self.page_size, view)
+        moved = begin = 0
+        for at in range(0, len(view), self.page_size):
+            packed = packer.pack(view[at : at + self.page_size])
+            if packed is None:
+                continue
+            moved += self._store_plain(packer, first_frame, view, begin, at)
+            moved += self._write(first_frame * self.page_size + at, packed)
+            packer.note(first_frame + at // self.page_size, 1, len(packed))
+            begin = at + self.page_size
+        return moved + self._store_plain(packer, first_frame, view, begin, len(view))
+
+    def _store_plain(
+        self, packer: PagePacker, first_frame: int, view: memoryview, begin: int, end: int
+    ) -> int:
+        moved = self._write(first_frame * self.page_size + begin, view[begin:end])
+        packer.note(first_frame + begin // self.page_size, ceil_div(moved, self.page_size), 0)
+        return moved
+
     # -- bytes -------------------------------------------------------------------------------------
 
     def _pread(self, view: memoryview, offset: int) -> int:
@@ -217,14 +276,14 @@ class DiskFile:
     def _pwrite(self, view: memoryview, offset: int) -> int:
         return os.pwritev(self._fd, [view], offset)
 
-    def _read(self, offset: int, view: memoryview) -> None:
-        self._move("read", self._pread, offset, view, "the file ends too early")
+    def _read(self, offset: int, view: memoryview) -> int:
+        return self._move("read", self._pread, offset, view, "the file ends too early")
 
-    def _write(self, offset: int, view: memoryview) -> None:
-        self._move("write to", self._pwrite, offset, view, "the system took no byte")
+    def _write(self, offset: int, view: memoryview) -> int:
+        return self._move("write to", self._pwrite, offset, view, "the system took no byte")
 
-    def _move(self, what: str, call: Any, offset: int, view: memoryview, nothing: str) -> None:
-        """All of ``view``, however few bytes the system moves at a time."""
+    def _move(self, what: str, call: Any, offset: int, view: memoryview, nothing: str) -> int:
+        """All of ``view``, however few bytes the system moves at a time; its bytes."""
         done = 0
         while done < len(view):
             direct = self.is_direct
@@ -243,6 +302,7 @@ class DiskFile:
                     continue
                 count -= count % BLOCK_BYTES
             done += count
+        return len(view)
 
     def _verify(self, first_frame: int, view: memoryview) -> None:
         assert self._checksums is not None
@@ -252,12 +312,15 @@ class DiskFile:
                 # Only part of the last page was asked for; the checksum is that of all that was written to
                 # it.
                 page = _memory_of(_aligned(num_bytes))
-                self._read(frame * self.page_size, page)
+                self._load(frame, page)
             if not self._checksums.matches(frame, page[:num_bytes]):
-                raise CorruptPage(
-                    f"disk: frame {frame} in {self.directory} is not what was written to it "
-                    f"(CRC-32 of {num_bytes} bytes)"
-                )
+                raise self._corrupt(frame, f"CRC-32 of {num_bytes} bytes")
+
+    def _corrupt(self, frame: int, why: str) -> CorruptPage:
+        return CorruptPage(
+            f"disk: frame {frame} in {self.directory} is not what was written to it, at byte "
+            f"{frame * self.page_size} of the paging file ({why})"
+        )
 
     def _split(self, view: memoryview) -> list[memoryview]:
         return [view[start : start + self.page_size] for start in range(0, len(view), self.page_size)]

@@ -13,6 +13,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
+
 from pager.errors import TierError
 from pager.tiers.host_arena import map_memory
 
@@ -73,12 +76,17 @@ def measure_rate(disk: DiskFile, num_threads: int, *, seconds: float = SECONDS_E
         first = disk.allocate(num_threads * frames)
     except TierError:
         return 0.0
+    # Noise: of zeros nothing would be left to move where the file, or the disk itself, compresses.
+    buffers = [map_memory(EXTENT_BYTES) for _ in range(num_threads)]
+    noise = torch.from_numpy(np.random.default_rng(0).integers(0, 256, EXTENT_BYTES, dtype=np.uint8))
+    for buffer in buffers:
+        buffer.copy_(noise)
     deadline = time.perf_counter() + seconds
     moved = [0] * num_threads
     failed: list[TierError] = []
 
     def work(index: int) -> None:
-        buffer = map_memory(EXTENT_BYTES)
+        buffer = buffers[index]
         frame = first + index * frames
         try:
             while time.perf_counter() < deadline:

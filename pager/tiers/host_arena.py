@@ -7,23 +7,29 @@ registrations, which is why a range of frames never spans two pieces.
 
 A piece is unmapped when the arena has dropped it *and* the last view of it is gone: views share one storage,
 which owns the mapping. So a tensor handed to a user (``state_dict``) stays valid after ``close``.
+
+``shrink`` gives back free frames also where others of their piece are in use. A registration cannot be cut, so the
+piece's is undone, the system takes the memory of the holes, and what is left is registered anew as pieces of its own,
+over the same mapping: nothing is copied, and addresses and frame numbers stay.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from pager.device.base import Device, Region
 from pager.errors import PagerClosed, PagerInternalError, TierError, TierFull
+from pager.interrupts import whole
 from pager.tiers.base import check_host_bytes
 from pager.tiers.ranges import FrameRanges
 from pager.units import format_bytes
@@ -37,9 +43,22 @@ MAX_PIECE_BYTES = 64 * 2**30
 class _Piece:
     begin: int  # first frame
     end: int
-    memory: torch.Tensor  # the only long-lived tensor over the mapping; its storage owns it
+    memory: torch.Tensor  # the only long-lived tensor over the piece; its storage owns the mapping
     mapping: mmap.mmap
     is_registered: bool
+    offset: int = 0  # bytes from the mapping's begin: a piece that was cut has only a part of it
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.memory.numel())
+
+    def drop_pages(self, offset: int, num_bytes: int) -> int:
+        """The system takes this memory back; it is zeros when it is used again. The bytes, 0 if it does not."""
+        try:
+            self.mapping.madvise(mmap.MADV_DONTNEED, self.offset + offset, num_bytes)
+        except OSError:  # the user has locked all of the process's memory
+            return 0
+        return num_bytes
 
 
 class HostArena:
@@ -88,12 +107,25 @@ class HostArena:
     def locked_bytes(self) -> int:
         """Bytes that are page-locked."""
         with self._lock:
-            return sum(piece.memory.numel() for piece in self._pieces.values() if piece.is_registered)
+            return sum(piece.num_bytes for piece in self._pieces.values() if piece.is_registered)
+
+    @property
+    def untouched_bytes(self) -> int:
+        """Bytes that are reserved and that the system has not given yet, since nobody has written to them."""
+        with self._lock:
+            # Page-locking has the system give all of it; the simulated device only notes that it was asked.
+            pieces = [p for p in self._pieces.values() if self._device.is_simulated or not p.is_registered]
+        return sum(piece.num_bytes - resident_bytes(piece.memory) for piece in pieces)
 
     @property
     def num_frames(self) -> int:
         """Frames there are, free or used. Frame numbers may be higher once pieces were trimmed."""
         return self._ranges.num_frames
+
+    @property
+    def end_frame(self) -> int:
+        """One past the highest frame number ever given."""
+        return self._ranges.end
 
     @property
     def largest_free(self) -> int:
@@ -179,11 +211,68 @@ class HostArena:
                 self._ranges.remove(piece.begin)
         for piece in pieces:
             self._drop(piece)
-        return sum(piece.memory.numel() for piece in pieces)
+            if piece.num_bytes < len(piece.mapping):
+                piece.drop_pages(0, piece.num_bytes)  # others keep the mapping alive
+        return sum(piece.num_bytes for piece in pieces)
+
+    @whole
+    def shrink(self) -> int:
+        """Give the memory of all free frames back to the system, by ``trim`` and by cutting pieces that are partly
+        used; the bytes given back. See the head of this file.
+
+        No copy from or to the arena may be under way. Where the system does not page-lock what is left again, it stays
+        pageable, with a warning. An interrupt comes when all is done: page-locking takes 60 ms for each GiB.
+        """
+        released = self.trim()
+        with self._lock:
+            self._check_open()
+            found = (self._ranges.piece_of(begin) for begin, _ in self._ranges.holes())
+            begins = sorted({piece[0] for piece in found if piece is not None})
+        for begin in begins:
+            released += self._cut(begin)
+        return released
+
+    def _cut(self, begin: int) -> int:
+        """Take the free frames of a piece out of it; their bytes."""
+        with self._lock:
+            whole_piece = self._pieces.pop(begin)
+            pieces = []
+            for first, end in self._ranges.cut_holes(begin):
+                at = (first - whole_piece.begin) * self.page_size
+                pieces.append(
+                    _Piece(
+                        begin=first,
+                        end=end,
+                        memory=whole_piece.memory[at : at + (end - first) * self.page_size],
+                        mapping=whole_piece.mapping,
+                        is_registered=False,
+                        offset=whole_piece.offset + at,
+                    )
+                )
+            self._pieces.update((piece.begin, piece) for piece in pieces)
+        # All of it is locked anew, so a copy of what stays is as wrong as one of a hole.
+        self._device.host_touch(Region("host", whole_piece.begin, whole_piece.end), write=True)
+        if whole_piece.is_registered:
+            self._device.unregister_host(whole_piece.memory.data_ptr())
+        released, at = 0, whole_piece.begin
+        for first, end in [
+            *((piece.begin, piece.end) for piece in pieces),
+            (whole_piece.end, whole_piece.end),
+        ]:
+            if first > at:
+                offset = (at - whole_piece.begin) * self.page_size
+                released += whole_piece.drop_pages(offset, (first - at) * self.page_size)
+            at = end
+        if whole_piece.is_registered:
+            with self._progress(sum(piece.num_bytes for piece in pieces)):
+                locked = [replace(piece, is_registered=self._register(piece.memory)) for piece in pieces]
+            with self._lock:
+                self._pieces.update((piece.begin, piece) for piece in locked)
+        return released
 
     def release_free(self) -> int:
         """Give the memory behind free frames back to the system where it is pageable; it stays reserved, and is zeros
-        when it is used again. The bytes given back; page-locked memory cannot be.
+        when it is used again. The bytes given back; page-locked memory goes by ``shrink`` alone.
         """
         released = 0
         with self._lock:
@@ -194,10 +283,7 @@ class HostArena:
                 piece = self._pieces[found[0]]
                 if not piece.is_registered:
                     num_bytes = (end - begin) * self.page_size
-                    piece.mapping.madvise(
-                        mmap.MADV_DONTNEED, (begin - piece.begin) * self.page_size, num_bytes
-                    )
-                    released += num_bytes
+                    released += piece.drop_pages((begin - piece.begin) * self.page_size, num_bytes)
         return released
 
     def view(self, first_frame: int, num_bytes: int) -> torch.Tensor:
@@ -217,15 +303,17 @@ class HostArena:
         offset = (first_frame - piece.begin) * self.page_size
         return piece.memory[offset : offset + num_bytes]
 
-    def read(self, first_frame: int, out: torch.Tensor) -> None:
-        """Copy from the frames into ``out`` (contiguous 1-D uint8 on the CPU) on the calling thread."""
+    def read(self, first_frame: int, out: torch.Tensor) -> int:
+        """Copy from the frames into ``out`` (contiguous 1-D uint8 on the CPU) on the calling thread; its bytes."""
         check_host_bytes(out, "out")
         out.copy_(self.view(first_frame, out.numel()))
+        return out.numel()
 
-    def write(self, first_frame: int, data: torch.Tensor) -> None:
-        """Copy ``data`` (contiguous 1-D uint8 on the CPU) into the frames on the calling thread."""
+    def write(self, first_frame: int, data: torch.Tensor) -> int:
+        """Copy ``data`` (contiguous 1-D uint8 on the CPU) into the frames on the calling thread; its bytes."""
         check_host_bytes(data, "data")
         self.view(first_frame, data.numel()).copy_(data)
+        return data.numel()
 
     def close(self) -> None:
         """Unlock everything and let go of it. Views still alive keep their piece mapped. Idempotent."""
@@ -307,3 +395,16 @@ def _map(num_bytes: int) -> mmap.mmap:
 
 def _tensor_over(mapping: mmap.mmap) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
+
+
+def resident_bytes(memory: torch.Tensor) -> int:
+    """How much of ``memory``, from the begin of a page of the system's, was given; all of it, where nobody can tell."""
+    num_bytes = int(memory.numel())
+    pages = np.zeros(-(-num_bytes // mmap.PAGESIZE), np.uint8)
+    try:
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes), ctypes.c_void_p(pages.ctypes.data)
+        )
+    except (OSError, AttributeError):  # a C library without it
+        failed = -1
+    return num_bytes if failed else min(int((pages & 1).sum()) * mmap.PAGESIZE, num_bytes)

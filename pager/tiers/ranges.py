@@ -38,6 +38,11 @@ class FrameRanges:
         return self.num_free + self.num_used
 
     @property
+    def end(self) -> int:
+        """One past the highest frame number ever given."""
+        return self._end
+
+    @property
     def largest_free(self) -> int:
         """Frames in the largest hole: the most that ``allocate`` can give."""
         return self._by_size[-1][0] if self._by_size else 0
@@ -98,6 +103,30 @@ class FrameRanges:
         self._piece_begins.remove(first_frame)
         del self._piece_ends[first_frame]
         self.num_free -= end - first_frame
+
+    def cut_holes(self, first_frame: int) -> list[tuple[int, int]]:
+        """Take the free frames of a piece away. What is in use stands, with its numbers, in pieces of its own from then
+        on: ``(begin, end)`` of each.
+        """
+        end = self._piece_ends.get(first_frame)
+        if end is None:
+            raise PagerInternalError(f"no piece begins at frame {first_frame}")
+        place = bisect.bisect_left(self._hole_begins, first_frame)
+        pieces: list[tuple[int, int]] = []
+        begin = first_frame
+        while place < len(self._hole_begins) and self._hole_begins[place] < end:
+            hole = self._hole_begins[place]
+            if hole > begin:
+                pieces.append((begin, hole))
+            begin = self._remove_hole(hole)
+            self.num_free -= begin - hole
+        if end > begin:
+            pieces.append((begin, end))
+        at = bisect.bisect_left(self._piece_begins, first_frame)
+        self._piece_begins[at : at + 1] = [piece_begin for piece_begin, _ in pieces]
+        del self._piece_ends[first_frame]
+        self._piece_ends.update(pieces)
+        return pieces
 
     def piece_of(self, frame: int) -> tuple[int, int] | None:
         """``(begin, end)`` of the piece ``frame`` is in; None where there is no such frame."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,16 @@ from tests.cases.same import PAGE, state_bytes
 
 WIDTH = 128
 LAYERS = 10
+DTYPE = torch.float32
+
+
+@pytest.fixture(params=[None, "zstd"], ids=["plain", "zstd"])
+def compression(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """Every test of the disk once more with compression, and in bf16, of which pages as small as here shrink too."""
+    chosen: str | None = request.param
+    if chosen is not None:
+        monkeypatch.setattr(sys.modules[__name__], "DTYPE", torch.bfloat16)
+    return chosen
 
 
 class Medium:
@@ -83,9 +94,10 @@ class Medium:
 
 
 def make_layers() -> Any:
-    """Square layers of four pages each."""
+    """Square layers of four pages each, or twice as many of two."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=DTYPE) for _ in range(LAYERS * 4 // DTYPE.itemsize))
+    return nn.Sequential(*layers)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
@@ -100,6 +112,7 @@ def manage_over_three_tiers(
     folder: Path,
     *,
     shares: tuple[float, float, float] = (0.2, 0.3, 0.5),
+    compression: str | None = None,
     **checks: Any,
 ) -> Any:
     """`pager.manage` with about these shares of the training state at home on device, host and disk; its runtime."""
@@ -115,6 +128,7 @@ def manage_over_three_tiers(
         device_budget=int(2 * total * shares[0]) // PAGE * PAGE,  # half of it for what streams
         disk=folder,
         disk_budget=int(total * (shares[2] + 0.1)),
+        disk_compression=compression,
         checks=Checks(**{"happens_before": True, "poison": True, **checks}),
     )
     return model.pager._runtime
@@ -122,7 +136,7 @@ def manage_over_three_tiers(
 
 def batch(step: int) -> torch.Tensor:
     """The input of one step."""
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(DTYPE)
 
 
 def backward(model: Any, step: int) -> torch.Tensor:
@@ -175,6 +189,11 @@ def train_until_refused(model: Any, optimizer: Any, step: int) -> None:
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
+
+
+def check_it_was_compressed(model: Any, compression: str | None) -> None:
+    """Whether pages went through packed, where they were to, and nowhere else."""
+    assert (model.pager.statistics().disk_saved_bytes > 0) is (compression is not None)
 
 
 def check_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -17,6 +17,8 @@ from pager.tiers.disk_probe import RingShape
 from tests.faults.media import (
     Medium,
     check_equal,
+    check_it_was_compressed,
+    compression,
     make_layers,
     make_optimizer,
     manage_over_three_tiers,
@@ -25,11 +27,14 @@ from tests.faults.media import (
     train_until_refused,
 )
 
+__all__ = ["compression"]
+
 NUM_STEPS = 6
 
 
-def values_at_the_end(model: Any, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+def values_at_the_end(model: Any, losses: list[torch.Tensor], compression: str | None) -> list[torch.Tensor]:
     """As `train_plainly` gives them."""
+    check_it_was_compressed(model, compression)
     model.pager.close()
     return [*losses, *(param.detach() for param in model.parameters())]
 
@@ -44,14 +49,21 @@ ERRORS: dict[str, tuple[str, int, type[TierError]]] = {
 
 @pytest.mark.pairwise(name=ERRORS, after=[0, 7], daemon=["inline", "thread"])
 def test_an_error_of_the_disk_is_told_and_training_goes_on_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int, daemon: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compression: str | None,
+    name: str,
+    after: int,
+    daemon: str,
 ) -> None:
     """Case 28: another process fills the disk, a cable is loose, the kernel remounts read-only; then it is well."""
     what, number, kind = ERRORS[name]
     medium = Medium(monkeypatch)
     model = make_layers()
     optimizer = make_optimizer(model)
-    manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late", daemon=daemon)
+    manage_over_three_tiers(
+        monkeypatch, model, optimizer, tmp_path, compression=compression, streams="late", daemon=daemon
+    )
     losses, _ = train_stubbornly(model, optimizer, 2)
     medium.fail(**{what: number}, after=after, times=3)
     more, errors = train_stubbornly(model, optimizer, 2, first=2)
@@ -62,12 +74,12 @@ def test_an_error_of_the_disk_is_told_and_training_goes_on_exactly(
     assert all(type(error) is kind for error in errors)
     told = {(error.errno, error.filename) for error in errors}  # type: ignore[attr-defined]
     assert told == {(number, str(tmp_path))}
-    check_equal(values_at_the_end(model, [*losses, *more, *rest]), train_plainly(NUM_STEPS))
+    check_equal(values_at_the_end(model, [*losses, *more, *rest], compression), train_plainly(NUM_STEPS))
 
 
 @pytest.mark.parametrize("after", [0, 3, 11])
 def test_the_commit_of_an_update_cannot_be_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, after: int
 ) -> None:
     """The ring has room for one write, and nothing may be kept beyond: units are refused, and none is stepped twice."""
     medium = Medium(monkeypatch)
@@ -75,7 +87,7 @@ def test_the_commit_of_an_update_cannot_be_refused(
     model = make_layers()
     optimizer = make_optimizer(model)
     runtime = manage_over_three_tiers(
-        monkeypatch, model, optimizer, tmp_path, streams="early", daemon="inline"
+        monkeypatch, model, optimizer, tmp_path, compression=compression, streams="early", daemon="inline"
     )
     losses, _ = train_stubbornly(model, optimizer, 2)
     runtime.engine.transfers.settle()
@@ -83,15 +95,17 @@ def test_the_commit_of_an_update_cannot_be_refused(
     medium.fail(write=errno.EIO, after=after, times=6)
     more, errors = train_stubbornly(model, optimizer, 2, first=2)
     assert errors
-    check_equal(values_at_the_end(model, [*losses, *more]), train_plainly(4))
+    check_equal(values_at_the_end(model, [*losses, *more], compression), train_plainly(4))
 
 
-def test_a_disk_that_stays_sick_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_stays_sick_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
     """No write succeeds any more. Parameters and states can be saved as they were after one of the last two steps."""
     medium = Medium(monkeypatch)
     model = make_layers()
     optimizer = make_optimizer(model)
-    manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late")
+    manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, compression=compression, streams="late")
     train_stubbornly(model, optimizer, 3)
     medium.fail(write=errno.EIO)
     with pytest.raises(TierIOError) as info:
@@ -107,21 +121,27 @@ def test_a_disk_that_stays_sick_loses_nothing(tmp_path: Path, monkeypatch: pytes
     model.pager.close()
 
 
-def test_short_reads_and_writes_are_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_are_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
     medium = Medium(monkeypatch)
     medium.step = 2 * disk_file.BLOCK_BYTES
     model = make_layers()
     optimizer = make_optimizer(model)
-    manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late")
+    manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, compression=compression, streams="late")
     losses, errors = train_stubbornly(model, optimizer, 3)
     assert errors == []
-    check_equal(values_at_the_end(model, losses), train_plainly(3))
+    check_equal(values_at_the_end(model, losses, compression), train_plainly(3))
 
 
-def test_a_file_cut_short_under_the_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_cut_short_under_the_run_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
     model = make_layers()
     optimizer = make_optimizer(model)
-    runtime = manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late")
+    runtime = manage_over_three_tiers(
+        monkeypatch, model, optimizer, tmp_path, compression=compression, streams="late"
+    )
     train_stubbornly(model, optimizer, 2)
     runtime.engine.transfers.settle()
     os.ftruncate(runtime.disk._fd, 0)
@@ -138,10 +158,14 @@ def abandon(model: Any) -> None:
     model.pager._runtime.disk.close()
 
 
-def test_wrong_bytes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
     model = make_layers()
     optimizer = make_optimizer(model)
-    runtime = manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams="late")
+    runtime = manage_over_three_tiers(
+        monkeypatch, model, optimizer, tmp_path, compression=compression, streams="late"
+    )
     train_stubbornly(model, optimizer, 2)
     runtime.engine.transfers.settle()
     state = optimizer.state[model[5].weight]["exp_avg"]._pager.segment

@@ -13,12 +13,16 @@ from pager.page_table import Home
 from tests.faults.media import (
     Medium,
     check_equal,
+    check_it_was_compressed,
+    compression,
     make_layers,
     make_optimizer,
     manage_over_three_tiers,
     train_plainly,
     train_stubbornly,
 )
+
+__all__ = ["compression"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,12 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
     ("streams", "daemon"), [("late", "inline"), ("early", "inline"), ("late", "thread"), ("early", "thread")]
 )
 def test_homes_on_three_tiers_change_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: str, daemon: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None, streams: str, daemon: str
 ) -> None:
     """Case 9, with 20 % of the state on the device, 30 % in host memory and 50 % on the disk."""
     model = make_layers()
     optimizer = make_optimizer(model)
-    runtime = manage_over_three_tiers(monkeypatch, model, optimizer, tmp_path, streams=streams, daemon=daemon)
+    runtime = manage_over_three_tiers(
+        monkeypatch, model, optimizer, tmp_path, compression=compression, streams=streams, daemon=daemon
+    )
     losses, errors = train_stubbornly(model, optimizer, 6)
     table = runtime.table
     homes = [
@@ -43,18 +49,19 @@ def test_homes_on_three_tiers_change_no_bit(
     shares = [homes.count(home) / len(homes) for home in Home]
     assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.06)
     assert errors == []
+    check_it_was_compressed(model, compression)
     model.pager.close()
     check_equal([*losses, *(param.detach() for param in model.parameters())], train_plainly(6))
 
 
 def test_each_page_on_disk_is_read_once_and_written_once_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
     medium = Medium(monkeypatch)
     model = make_layers()
     optimizer = make_optimizer(model)
     runtime = manage_over_three_tiers(
-        monkeypatch, model, optimizer, tmp_path, streams="late", daemon="inline"
+        monkeypatch, model, optimizer, tmp_path, compression=compression, streams="late", daemon="inline"
     )
     train_stubbornly(model, optimizer, 3)
     runtime.engine.transfers.settle()

@@ -22,7 +22,9 @@ ROUND_RATES = MachineRates(
     host_dram_bytes_per_second=1e9,
     disk_read_bytes_per_second=2.0,
     disk_write_bytes_per_second=4.0,
+    cpu_threads=4,
     cpu_update_parameters_per_second=1.0,
+    cpu_thread_parameters_per_second=0.5,
     device_update_parameters_per_second=1e12,
     copy_seconds=1e-12,
     host_access_seconds=1e-12,
@@ -76,15 +78,16 @@ def run(
     policy: Any = None,
     prefetch: int = 4,
     keep_tasks: bool = False,
+    knobs: dict[str, Any] | None = None,
     **placement: Any,
 ) -> SimulatedStep:
-    """Simulate with these knobs; ``placement``: columns of `Placement`."""
+    """Simulate with these knobs, ``knobs`` those of `StepKnobs`; ``placement``: columns of `Placement`."""
     return simulate(
         step,
         Placement.of(len(step.names), **placement),
         DeviceShares(arena_bytes=arena, num_slots=num_slots, slot_bytes=slot),
         policy=policy or Belady(),
         rates=rates,
-        knobs=StepKnobs(update_at=update_at, prefetch_extents=prefetch),
+        knobs=StepKnobs(update_at=update_at, prefetch_extents=prefetch, **(knobs or {})),
         keep_tasks=keep_tasks,
     )

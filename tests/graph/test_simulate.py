@@ -171,10 +171,10 @@ def test_the_waveform_shows_pages_and_activations() -> None:
 def test_tasks_are_kept_for_a_trace_only_on_request() -> None:
     assert run(make_step(), stays=True).tasks == ()
     tasks = run(make_step(), stays=True, keep_tasks=True).tasks
-    moved = sum(task.work for task in tasks if task.engine == "h2d" and task.begin_seconds >= 0)
+    moved = sum(task.work for task in tasks if task.engine == "slots in" and task.begin_seconds >= 0)
     assert 0 < moved <= STATES + 500
-    assert {task.engine for task in tasks} >= {"compute", "h2d", "d2h"}
-    assert all(task.subject.startswith("w") for task in tasks if task.engine == "h2d")
+    assert {task.engine for task in tasks} >= {"compute", "slots in", "slots out"}
+    assert all(task.subject.startswith("w") for task in tasks if task.engine == "slots in")
 
 
 def test_spans_say_what_is_on_the_device_and_when() -> None:

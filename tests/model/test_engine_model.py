@@ -66,6 +66,7 @@ class EngineModel(RuleBasedStateMachine):
         disk=st.sampled_from(["late", "early"]),
         ring=st.tuples(st.integers(1, 3), st.integers(2, 4)),
         spare_pages=st.sampled_from([0, 3, 100]),
+        packs=st.booleans(),
     )
     def start(
         self,
@@ -77,6 +78,7 @@ class EngineModel(RuleBasedStateMachine):
         disk: str,
         ring: tuple[int, int],
         spare_pages: int,
+        packs: bool,
     ) -> None:
         """All segments are EMPTY but the wired one."""
         self.folder = tempfile.TemporaryDirectory()
@@ -90,7 +92,9 @@ class EngineModel(RuleBasedStateMachine):
             disk_inline=disk,
             ring=ring,
             spare_pages=spare_pages,
+            packs=packs,
         )
+        self.packs = packs
         self.newest: dict[int, Bytes | None] = dict.fromkeys(range(len(SEGMENTS)))
         self.held: list[Held] = []
         self.distance = distance
@@ -123,8 +127,8 @@ class EngineModel(RuleBasedStateMachine):
     # -- helpers -----------------------------------------------------------------------------------------------
 
     def value(self, index: int, seed: int) -> Bytes:
-        """Random bytes for a segment."""
-        return make_values(SEGMENTS[index][0], seed)
+        """Random bytes for a segment; of each half a byte where the disk is to have something to compress."""
+        return make_values(SEGMENTS[index][0], seed) & np.uint8(0x0F if self.packs else 0xFF)
 
     def holds(self, index: int) -> bool:
         """Whether a lease of the segment's present value is alive."""
@@ -281,6 +285,14 @@ class EngineModel(RuleBasedStateMachine):
         self.held.pop(number % len(self.held))
         gc.collect(0)
 
+    @rule(num_pages=st.integers(0, 12), settle=st.booleans())
+    def set_host_budget(self, num_pages: int, settle: bool) -> None:
+        """Homes move between host memory and the disk; what fails on the way leaves each page where it was."""
+        self.attempt(lambda: self.rig.set_host_budget(num_pages, settle=settle))
+        assert self.rig.host.reserved_bytes == self.rig.host.used_bytes, (
+            "no memory is kept that no home is in"
+        )
+
     @rule(
         operation=st.sampled_from(["read", "write"]),
         calls=st.integers(1, 2),
@@ -384,6 +396,18 @@ class EngineModel(RuleBasedStateMachine):
         assert all(
             (block.owner.frame, block.owner.num_pages) == (block.start, block.length) for block in taken
         )
+
+    @invariant()
+    def every_page_has_one_home(self) -> None:
+        """A frame in use, in host memory or on the disk, is the home of one page, and nothing else is in use."""
+        if not hasattr(self, "rig"):
+            return
+        table, disk = self.rig.table, self.rig.disk
+        assert disk is not None
+        for home, tier in ((Home.HOST, self.rig.host), (Home.DISK, disk)):
+            frames = table.home_frame[: table.num_pages][table.home[: table.num_pages] == home]
+            assert len(set(frames.tolist())) == len(frames) == tier.used_bytes // PAGE
+        assert not self.rig.engine.being_written
 
     @invariant()
     def pins_count_leases(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pager import config
 from pager.config import Checks, Config, resolve_budget
 from pager.errors import ConfigError
 from pager.policies.lru import Lru
@@ -49,6 +50,12 @@ from pager.policies.lru import Lru
         ({"device_headroom": "x"}, ConfigError, "device_headroom is 'x'"),
         ({"disk_budget": "1GiB"}, ConfigError, "disk is None"),
         ({"disk": ".", "disk_budget": "x"}, ConfigError, "disk_budget is 'x'"),
+        ({"disk_compression": "zstd"}, ConfigError, "disk_compression is set but disk is None"),
+        ({"disk": ".", "disk_compression": True}, TypeError, 'disk_compression is True; expected "zstd"'),
+        ({"disk": ".", "disk_compression": 1.5}, TypeError, "disk_compression is 1.5"),
+        ({"disk": ".", "disk_compression": "lz4"}, ConfigError, "disk_compression is 'lz4'"),
+        ({"disk": ".", "disk_compression": 0}, ConfigError, "a level from 1 to 22"),
+        ({"disk": ".", "disk_compression": 23}, ConfigError, "a level from 1 to 22"),
         ({"update_on": "gpu"}, ConfigError, 'expected "device", "auto" or "cpu"'),
         ({"update_at": "later"}, ConfigError, 'expected "step" or "backward"'),
         ({"master": "bfloat16"}, ConfigError, "master is 'bfloat16'; expected \"float32\" or None"),
@@ -175,3 +182,16 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Config.from_yaml(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         Config.from_yaml(tmp_path)
+
+
+@pytest.mark.parametrize(("given", "level"), [(None, None), ("zstd", 1), (1, 1), (22, 22)])
+def test_the_level_of_compression(given: Any, level: int | None) -> None:
+    assert Config(disk=".", disk_compression=given).compression_level == level
+
+
+def test_compression_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    message = r"disk_compression='zstd' needs the package zstandard.*pip install \"torch-pager\[zstd\]\""
+    with pytest.raises(ConfigError, match=message):
+        Config(disk=".", disk_compression="zstd")
+    assert Config(disk=".").disk_compression is None

@@ -14,7 +14,7 @@ import pager
 from pager import host_cap
 from pager.config import Checks
 from pager.device.simulated import SimulatedDevice
-from pager.errors import BudgetError, ConfigError
+from pager.errors import BudgetError, ConfigError, PagerClosed
 from pager.homes import Homes
 from pager.host_cap import HIGH, LOW, HostCap
 from pager.host_limit import free_host_bytes, host_limit_bytes, process_bytes
@@ -32,6 +32,7 @@ class FakeHomes:
         self.machine = machine
         self.pageable = pageable
         self.host_used_bytes = 7 * MIB
+        self.spare_host_bytes = self.untouched_host_bytes = 0
         self.resized: list[int] = []
 
     def release_host(self) -> int:
@@ -60,7 +61,7 @@ class Machine:
 def make_cap(machine: Machine, budget: int, pageable: int = 0) -> tuple[HostCap, FakeHomes]:
     """A cap over homes that are not there."""
     homes = FakeHomes(machine, pageable)
-    return HostCap(budget, homes), homes  # type: ignore[arg-type]
+    return HostCap(budget, homes, budget), homes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -133,14 +134,16 @@ def test_a_smaller_budget_gives_back_first_and_is_refused_if_that_is_not_enough(
 ) -> None:
     machine = Machine(monkeypatch, used=80 * MIB)
     cap, homes = make_cap(machine, 100 * MIB, pageable=10 * MIB)
-    cap.resize(cap.resolve(75 * MIB))
+    cap.set(75 * MIB)
     assert (cap.budget_bytes, homes.pageable, homes.resized) == (75 * MIB, 0, [-25 * MIB])
     with pytest.raises(
         BudgetError, match=r"60.00 MiB is less than the 70.00 MiB .* 7.00 MiB are .* can be set now is"
     ):
-        cap.resolve("60MiB")
+        cap.set("60MiB")
     assert cap.budget_bytes == 75 * MIB
-    assert cap.resolve(0.5) == 500 * MIB
+    assert not cap.has_work
+    cap.set(0.5)
+    assert (cap.budget_bytes, cap.knob) == (500 * MIB, 0.5)
 
 
 # -- with a model ------------------------------------------------------------------------------------------------------
@@ -172,6 +175,73 @@ def test_another_budget_while_the_model_trains() -> None:
     assert model.pager.statistics().host_budget_bytes == before - 64 * MIB
     model(torch.ones(2, 96)).sum().backward()
     model.pager.close()
+
+
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (-1, ConfigError, "host_budget is -1; a size in bytes cannot be negative"),
+    (-0.5, ConfigError, "a fraction must be above 0"),
+    (0, ConfigError, "host_budget is 0 bytes"),
+    (0.0, ConfigError, "a fraction must be above 0"),
+    (1.5, ConfigError, "at most 1"),
+    (float("nan"), ConfigError, "host_budget is nan"),
+    (float("inf"), ConfigError, "host_budget is inf"),
+    ("-1GiB", ConfigError, "host_budget is '-1GiB'; expected a number and a unit"),
+    ("85%", ConfigError, "host_budget is '85%'; expected a number and a unit"),
+    ("0.5", ConfigError, "give a fraction as a float"),
+    ("", ConfigError, "host_budget is ''"),
+    ("900TiB", ConfigError, r"host_budget is '900TiB', .* has .*; give less"),
+    (10**30, ConfigError, "give less"),
+    (True, TypeError, "host_budget is True"),
+    (None, TypeError, "host_budget is None; expected bytes"),
+    ([1], TypeError, r"host_budget is \[1\]"),
+    ("1B", BudgetError, "host_budget = 1 B is less than .* The least that can be set now is"),
+    (1e-12, BudgetError, "The least that can be set now is"),
+]
+
+
+@pytest.mark.parametrize("page_all", [True, False])
+def test_what_cannot_be_set_changes_nothing(page_all: bool) -> None:
+    """Also where all of the model fits the device, and nothing of ours is in host memory."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(96, 96, bias=False)
+    budget = "1GiB" if not page_all else "256KiB"
+    pager.manage(
+        model,
+        device="cpu",
+        page_size=PAGE,
+        device_budget=budget,
+        checks=Checks(page_all=page_all),
+        host_budget=0.9,
+    )
+    handle = model.pager
+
+    def settings() -> Any:
+        return handle.config, handle.statistics().host_budget_bytes, handle._runtime.host.budget_bytes
+
+    before = settings()
+    for value, kind, message in WRONG:
+        with pytest.raises(kind, match=message):
+            handle.set(host_budget=value)
+        with pytest.raises(kind, match=message):
+            handle.set(host_budget=value, prefetch_distance=7)
+        assert settings() == before, value
+    with pytest.raises(ConfigError, match="disk cannot change"):
+        handle.set(host_budget=0.5, disk="/tmp")
+    assert settings() == before
+    assert not handle._runtime.boundary._pending
+    limit = host_limit_bytes()
+    for value, num_bytes in (
+        (0.5, int(limit * 0.5)),
+        (limit, limit),
+        (1.0, limit),
+        (f"{limit // 2**20}MiB", None),
+    ):
+        handle.set(host_budget=value)
+        assert handle.statistics().host_budget_bytes == (num_bytes or limit // 2**20 * 2**20)
+        assert handle.config.host_budget == value
+    handle.close()
+    with pytest.raises(PagerClosed, match="this handle is closed"):
+        handle.set(host_budget=0.5)
 
 
 def test_free_pageable_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

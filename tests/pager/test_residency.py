@@ -62,6 +62,21 @@ def test_parameters_stay_all_or_not_at_all() -> None:
         model.pager.close()
 
 
+def test_slots_leave_room_beside_what_is_wired() -> None:
+    """With activations as large as the arena the ring would take a third of it."""
+    model = manage(make_net(), device_budget="608KiB", checks=CHECKS)
+    train(model, 1)
+    runtime = model.pager._runtime
+    arena = runtime.arena.capacity_bytes
+    wired = int((runtime.table.home == Home.DEVICE).sum()) * runtime.arena.page_size
+    assert wired > arena // 3
+    runtime.residency.activation_bytes = 2**30
+    runtime.engine.staging.release()
+    train(model, 1)
+    assert 0 < runtime.engine.staging.num_bytes <= (arena - wired) // 3
+    model.pager.close()
+
+
 def test_an_optimizer_first_seen_at_its_step_gets_slots_in_a_full_arena() -> None:
     for model in streaming_and_staying():
         optimizer = make_adamw(model)
@@ -150,7 +165,7 @@ def test_what_stays_takes_new_values(change: str) -> None:
 
 def test_more_slots_where_much_is_computed_between_two_gradients() -> None:
     """The ring is a third of the arena then, not a sixth."""
-    few, many = (manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS) for _ in range(2))
+    few, many = (manage(make_net(), device_budget="1200KiB", checks=CHECKS) for _ in range(2))
     for model in (few, many):
         optimizer = train(model, 1)
         many.pager._runtime.residency.activation_bytes = 2**30

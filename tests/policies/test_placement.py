@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pager.policies.placement import Home, PlacementError, place
+from pager.policies.placement import Home, PlacementError, choose_leaving, choose_returning, place
 
 
 def make_place(sizes: list[int], **more: object) -> list[int]:
@@ -142,3 +142,76 @@ def try_place(segments: list[tuple[int, int, int]], capacities: tuple[int, int, 
     except PlacementError:
         return None
     return np.array(homes)
+
+
+# -- another host budget -----------------------------------------------------------------------------------------------
+
+# Two layers: parameter, gradient, state; sizes, where they are used next, and what kind they are.
+LAYERS = {
+    "num_bytes": [10, 10, 20, 10, 10, 20],
+    "traffic_bytes_if_streamed": [40, 20, 40, 40, 20, 40],
+    "position": [0, 0, 0, 7, 7, 7],
+    "kind_rank": [0, 1, 2, 0, 1, 2],
+}
+
+
+@pytest.mark.parametrize(
+    ("excess", "chosen"),
+    [
+        (0, []),
+        (1, [5]),
+        (20, [5]),
+        (21, [5, 2]),
+        (41, [5, 2, 4]),
+        (61, [5, 2, 4, 1, 3]),
+        (80, [5, 2, 4, 1, 3, 0]),
+    ],
+)
+def test_states_leave_first_and_parameters_last_the_farthest_next_use_first(
+    excess: int, chosen: list[int]
+) -> None:
+    found = choose_leaving(**LAYERS, excess_bytes=excess, disk_capacity=1000)
+    assert found.tolist() == chosen
+
+
+def test_what_the_disk_has_no_room_for_stays_and_the_next_goes() -> None:
+    assert choose_leaving(**LAYERS, excess_bytes=30, disk_capacity=35).tolist() == [5, 4]
+    with pytest.raises(PlacementError, match="10 bytes stay too many") as caught:
+        choose_leaving(**LAYERS, excess_bytes=40, disk_capacity=35)
+    assert caught.value.missing_bytes == 10
+    with pytest.raises(PlacementError) as caught:
+        choose_leaving(**LAYERS, excess_bytes=100, disk_capacity=1000)
+    assert caught.value.missing_bytes == 20
+    nothing: dict[str, list[int]] = {name: [] for name in LAYERS}
+    with pytest.raises(PlacementError, match="5 bytes stay too many"):
+        choose_leaving(**nothing, excess_bytes=5, disk_capacity=1000)
+    assert choose_leaving(**nothing, excess_bytes=-5, disk_capacity=0).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("room", "at_most", "chosen"),
+    [
+        (1000, 1000, [0, 3, 1, 4, 2, 5]),
+        (25, 1000, [0, 3]),
+        (1000, 25, [0, 3]),
+        (1000, 1, [0]),
+        (9, 1000, []),
+        (0, 1000, []),
+        (45, 1000, [0, 3, 1, 4]),
+    ],
+)
+def test_what_left_last_comes_back_first(room: int, at_most: int, chosen: list[int]) -> None:
+    found = choose_returning(**LAYERS, host_capacity=room, at_most_bytes=at_most)
+    assert found.tolist() == chosen
+
+
+def test_one_that_is_larger_than_the_quota_comes_alone() -> None:
+    states = {name: [values[2], values[0]] for name, values in LAYERS.items()}
+    assert choose_returning(**states, host_capacity=100, at_most_bytes=5).tolist() == [1]
+    large = {name: [values[2]] for name, values in LAYERS.items()}
+    assert choose_returning(**large, host_capacity=100, at_most_bytes=5).tolist() == [0]
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ in length"):
+        choose_leaving(**{**LAYERS, "position": [1]}, excess_bytes=1, disk_capacity=1)

@@ -84,6 +84,22 @@ def test_slots_are_a_part_of_the_arena(
     assert share_arena(arena, 2**17, least_slot_bytes=least, activation_bytes=activations) == slots
 
 
+@pytest.mark.parametrize(
+    ("wired", "least", "slots"),
+    [
+        (0, 2**20, (4, 256 * 2**20)),
+        (2**31, 2**20, (4, 2**20 * 1024 // 3 // 4 // 2**17 * 2**17)),  # a third of the GiB that is left
+        (2**31, 400 * 2**20, (2, 400 * 2**20)),  # slots are worth more than room
+        (4 * 2**30, 2**20, (4, 256 * 2**20)),
+    ],
+)
+def test_slots_leave_room_beside_what_is_wired(wired: int, least: int, slots: tuple[int, int]) -> None:
+    found = share_arena(
+        3 * 2**30, 2**17, least_slot_bytes=least, activation_bytes=8 * 2**30, wired_bytes=wired
+    )
+    assert found == slots
+
+
 def test_room_for_staying_leaves_what_streaming_needs() -> None:
     assert room_for_staying(1600, 100, 10) == 1600 - 100 - 100
     assert room_for_staying(1600, 100, 50) == 1600 - 150 - 100

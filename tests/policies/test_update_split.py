@@ -54,6 +54,19 @@ def test_beside_the_link_it_is_slower_than_alone(beside: float, rest: float) -> 
     assert found == pytest.approx(CPU_SPAN * (beside * link_seconds + 3e9 * rest))
 
 
+@pytest.mark.parametrize("waiting", [0.05, 0.1, 0.2])
+@pytest.mark.parametrize("beside", [0.1e9, 0.5e9, 2e9])
+def test_no_more_waits_than_there_is_room_for(beside: float, waiting: float) -> None:
+    """All are given to the CPU in the first part of the backward, at an even rate; it goes on at its own."""
+    rest = 0.5e-9
+    found = share(elements_per_second=beside, alone_per_second=3e9, rest_seconds=rest, waiting_share=waiting)
+    without = share(elements_per_second=beside, alone_per_second=3e9, rest_seconds=rest)
+    done_beside = CPU_SPAN * beside * (10 - found * (10 - 2)) / LINK
+    assert found <= without
+    assert found - LEAD * done_beside == pytest.approx(waiting) or found == without
+    assert (found == without) == (without - LEAD * CPU_SPAN * beside * (10 - without * 8) / LINK <= waiting)
+
+
 def test_beside_the_link_there_is_what_it_leaves_of_host_memory() -> None:
     """110 GB/s, of which a link that is busy both ways takes 90."""
     alone = 110e9 / 30
@@ -138,6 +151,12 @@ def test_a_cpu_that_is_late_gets_less_until_it_is_not() -> None:
     for _ in range(100):
         less = less_share(less, late_seconds=0.0, elements_per_second=rate, num_elements=num_elements)
     assert less < 0.01
+    # One that the device had to do counts as one that the training waited for.
+    late = less_share(0.0, late_seconds=1.0, elements_per_second=3.0, num_elements=100)
+    assert late == less_share(
+        0.0, late_seconds=0.0, elements_per_second=3.0, num_elements=100, num_refused_elements=3
+    )
+    assert late == pytest.approx(0.015)
     assert 0 < less_share(0.0, late_seconds=1e9, elements_per_second=rate, num_elements=num_elements) < 0.1
     assert less_share(MAX_SHARE, late_seconds=1e9, elements_per_second=rate, num_elements=9) == MAX_SHARE
 

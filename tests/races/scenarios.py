@@ -343,6 +343,38 @@ def close_with_a_page_in_under_way(skip: Skip, folder: Path) -> None:
     handle_of(layer).close()
 
 
+def give_host_memory_back_with_a_page_in_under_way(skip: Skip, folder: Path) -> None:
+    """Host memory between homes must not be cut out, and the rest locked anew, while a home beside it is read."""
+    checks = Checks(streams="late", happens_before=True, poison=False, daemon="inline", skip_wait=skip)
+    layers = [nn.Linear(96, 96, bias=False) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    pager.manage(
+        model,
+        device="cpu",
+        page_size="16KiB",
+        device_budget="144KiB",
+        disk=folder,
+        prefetch_distance=0,
+        checks=checks,
+    )
+    runtime = handle_of(model)._runtime
+    weight: Any = layers[-1].weight
+    segment = weight._pager.segment
+    expected = weight.detach().clone()
+    model(torch.ones(1, 96)).sum().backward()
+    runtime.engine.evict_segments(runtime.engine.space.segments)
+    moves = runtime.host_cap.moves
+    assert moves is not None
+    with moves.standstill():
+        assert moves.to_disk(1) > 0
+    assert runtime.table.home[segment.first_page] == Home.HOST
+    assert runtime.engine.prefetch(segment, 0, segment.num_pages, ticks_ahead=0)
+    with moves.standstill():
+        assert moves.release() > 0
+    check_tensors([weight.detach()], [expected], "the weight beside the hole")
+    handle_of(model).close()
+
+
 def close_with_a_page_out_under_way(skip: Skip, folder: Path) -> None:
     """Neither the slabs nor the homes must go back while a page out is, whose value nobody wants any more."""
     layer = make_managed_layer(skip)

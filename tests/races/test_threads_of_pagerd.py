@@ -129,10 +129,10 @@ def test_the_engines_lock_is_not_held_over_a_copy_or_the_disk(
     for name in ("read", "write"):
         original = getattr(rig.disk, name)
 
-        def watched(*args: Any, original: Any = original) -> None:
+        def watched(*args: Any, original: Any = original) -> Any:
             assert not rig.engine.lock._is_owned(), "the engine's lock is held over the disk"  # type: ignore[attr-defined]
             disk_calls.append(original)
-            original(*args)
+            return original(*args)
 
         monkeypatch.setattr(rig.disk, name, watched)
     for index, value in enumerate(values):

@@ -72,6 +72,11 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("closing.py:Closing._synchronize:synchronize", "h2d", scenarios.close_with_a_page_in_under_way),
     ("closing.py:Closing._synchronize:synchronize", "d2h", scenarios.close_with_a_page_out_under_way),
     (
+        "home_moves.py:HomeMoves.release:synchronize",
+        None,
+        scenarios.give_host_memory_back_with_a_page_in_under_way,
+    ),
+    (
         "tiers/device_arena.py:DeviceArena.remove_slab:synchronize",
         None,
         scenarios.give_back_a_slab_being_copied_out,

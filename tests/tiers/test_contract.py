@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +28,16 @@ def make_host(folder: Path) -> BackingTier:
     return arena
 
 
-def make_disk(folder: Path, *, checksum: bool = False) -> BackingTier:
-    return DiskFile(folder, PAGE, NUM_FRAMES, checksum=checksum)
+def make_disk(folder: Path, **knobs: Any) -> BackingTier:
+    return DiskFile(folder, PAGE, NUM_FRAMES, **knobs)
 
 
 BACK_ENDS: dict[str, Callable[[Path], BackingTier]] = {
     "host": make_host,
     "disk": make_disk,
     "disk with checksums": lambda folder: make_disk(folder, checksum=True),
+    "disk with compression": lambda folder: make_disk(folder, compression=1),
+    "disk with compression and checksums": lambda folder: make_disk(folder, compression=1, checksum=True),
     "limited host": lambda folder: LimitedTier(make_host(folder), NUM_BYTES),
     "counted disk": lambda folder: CountedTier(make_disk(folder)),
     "faulty host without faults": lambda folder: FaultyTier(make_host(folder)),
@@ -52,9 +55,10 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BackingTier
 
 
 def make_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(
-        0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
+    """bf16 numbers: a tier that compresses has something to do."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(-(-num_bytes // 2), generator=generator).bfloat16()
+    return numbers.view(torch.uint8)[:num_bytes].clone()
 
 
 def read(tier: BackingTier, first: int, num_bytes: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,112 @@ def test_trim_keeps_pieces_in_use() -> None:
     with pytest.raises(PagerInternalError):
         arena.view(first, 1)
     assert list(device.registered.values()) == [4 * PAGE]
+    arena.close()
+
+
+def resident_kib(address: int, num_bytes: int) -> int:
+    """KiB of the mappings in this range that the process has, as the kernel counts them."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            begin, end = (int(part, 16) for part in fields[0].split("-"))
+            inside = begin < address + num_bytes and address < end
+        elif inside and fields[0] == "Rss:":
+            total += int(fields[1])
+    return total
+
+
+@pytest.mark.parametrize("refuse", [None, 1])
+def test_shrinking_gives_the_system_what_lies_between_homes(refuse: int | None) -> None:
+    """Registered or not: nothing moves, the rest stays registered piece by piece, and the memory really goes."""
+    num_frames = 4096  # 64 MiB
+    device = RecordingDevice(refuse)
+    arena = make_arena(num_frames, device)
+    homes = [arena.allocate(size) for size in (100, 2000, 50, 1900, 46)]
+    base = arena.view(0, 1).data_ptr()
+    for number, (frame, size) in enumerate(zip(homes, (100, 2000, 50, 1900, 46), strict=True), 1):
+        arena.view(frame, size * PAGE).fill_(number)
+    kept = arena.view(homes[2], 50 * PAGE)
+    assert arena.untouched_bytes == 0
+    arena.free(homes[1], 2000)
+    arena.free(homes[3], 1900)
+    before = resident_kib(base, num_frames * PAGE)
+    assert arena.shrink() == 3900 * PAGE
+    left = 196 * PAGE
+    # Beside it, at most the zeros of a huge page at each border.
+    assert before - resident_kib(base, num_frames * PAGE) >= (3900 * PAGE - 8 * 2**21) // 1024
+    assert (arena.reserved_bytes, arena.used_bytes, arena.largest_free) == (left, left, 0)
+    assert arena.locked_bytes == (left if refuse is None else 0)
+    assert sorted(device.registered.values()) == (
+        [46 * PAGE, 50 * PAGE, 100 * PAGE] if refuse is None else []
+    )
+    for number, frame, size in ((1, homes[0], 100), (3, homes[2], 50), (5, homes[4], 46)):
+        assert arena.view(frame, size * PAGE).unique().tolist() == [number]
+        assert arena.view(frame, 1).data_ptr() == base + frame * PAGE
+    kept.fill_(9)
+    assert arena.view(homes[2], PAGE).unique().tolist() == [9]
+    with pytest.raises(PagerInternalError, match="not in one piece"):
+        arena.view(homes[1], 1)
+    assert arena.shrink() == 0
+    arena.free(homes[2], 50)
+    assert arena.shrink() == 50 * PAGE
+    arena.free(homes[0] + 10, 20)
+    assert arena.shrink() == 20 * PAGE, "a piece that was cut can be cut again"
+    assert arena.view(homes[0] + 30, PAGE).unique().tolist() == [1]
+    arena.grow(3)
+    assert arena.allocate(3) == arena.end_frame - 3 == num_frames
+    arena.close()
+    assert device.registered == {}
+
+
+def test_what_is_cut_out_is_given_back_whoever_holds_the_rest_of_the_mapping() -> None:
+    """A piece that was cut goes with its frames, though the mapping lives on, with a home that a user has a view of."""
+    arena = make_arena(2048)
+    first, second = arena.allocate(1000), arena.allocate(1000)
+    arena.view(first, 1000 * PAGE).fill_(1)
+    arena.view(second, 1000 * PAGE).fill_(2)
+    users = arena.view(second, 1000 * PAGE).view(torch.float32)
+    arena.free(first + 990, 10)
+    assert arena.shrink() == 58 * PAGE
+    arena.free(first, 990)
+    address = users.data_ptr() - 1000 * PAGE
+    before = resident_kib(address, 2000 * PAGE)
+    assert arena.trim() == 990 * PAGE
+    assert before - resident_kib(address, 2000 * PAGE) >= (990 * PAGE - 4 * 2**21) // 1024
+    arena.close()
+    assert users.view(torch.uint8).unique().tolist() == [2]
+
+
+def test_what_was_never_written_to_is_not_there_yet() -> None:
+    arena = make_arena(256, SimulatedDevice())
+    assert arena.untouched_bytes == 256 * PAGE
+    arena.view(arena.allocate(256), 256 * PAGE).fill_(1)
+    assert arena.untouched_bytes == 0
+    arena.close()
+
+
+def test_memory_that_the_user_locked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlockall` lets the system take nothing back: the frames are gone, the memory is not."""
+    arena = make_arena(8)
+    kept = arena.allocate(4)
+    arena.view(kept, PAGE).fill_(5)
+
+    class Locked:
+        def __init__(self, mapping: object) -> None:
+            self.mapping = mapping
+
+        def madvise(self, *arguments: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+        def __len__(self) -> int:
+            return 8 * PAGE
+
+    piece = arena._pieces[0]
+    arena._pieces[0] = replace(piece, mapping=Locked(piece.mapping))  # type: ignore[arg-type]
+    assert arena.shrink() == 0
+    assert arena.reserved_bytes == 4 * PAGE
+    assert arena.view(kept, PAGE).unique().tolist() == [5]
     arena.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from pager.errors import PagerInternalError
 from pager.tiers.ranges import FrameRanges
@@ -93,6 +93,25 @@ def test_sizes_are_positive(size: int) -> None:
     assert ranges.num_free == 8
 
 
+def test_holes_are_cut_out_and_what_is_used_keeps_its_numbers() -> None:
+    ranges = FrameRanges(10)
+    ranges.grow(4)
+    ranges.allocate(10)
+    for first, size in ((0, 1), (3, 2), (9, 1)):
+        ranges.free(first, size)
+    assert ranges.cut_holes(0) == [(1, 3), (5, 9)]
+    assert (ranges.num_frames, ranges.num_free, ranges.holes()) == (10, 4, [(10, 14)])
+    assert ranges.piece_of(2) == (1, 3)
+    assert ranges.piece_of(3) is None
+    assert ranges.is_used(5, 4)
+    assert not ranges.is_used(2, 4)
+    ranges.free(5, 4)
+    assert ranges.free_pieces() == [10, 5]
+    assert (ranges.grow(1), ranges.end) == (14, 15)
+    with pytest.raises(PagerInternalError, match="no piece begins at frame 0"):
+        ranges.cut_holes(0)
+
+
 class RangesMachine(RuleBasedStateMachine):
     """The model: a set of used frames and a list of pieces."""
 
@@ -152,6 +171,20 @@ class RangesMachine(RuleBasedStateMachine):
             piece = data.draw(st.sampled_from(free))
             self.ranges.remove(piece[0])
             self.pieces.remove(piece)
+
+    @precondition(lambda self: self.pieces)
+    @rule(data=st.data())
+    def cut_holes(self, data: st.DataObject) -> None:
+        piece = data.draw(st.sampled_from(self.pieces))
+        left: list[tuple[int, int]] = []
+        for frame in sorted(self.used.intersection(range(*piece))):
+            if left and left[-1][1] == frame:
+                left[-1] = (left[-1][0], frame + 1)
+            else:
+                left.append((frame, frame + 1))
+        assert self.ranges.cut_holes(piece[0]) == left
+        self.pieces.remove(piece)
+        self.pieces = sorted([*self.pieces, *left])
 
     @rule(frame=st.integers(0, 60), size=st.integers(1, 4))
     def ask(self, frame: int, size: int) -> None:

@@ -44,6 +44,8 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ({"link_in_bytes": 1}, "unknown field 'link_in_bytes'; did you mean .*'link_in_bytes_per_second'"),
         ({"flops_per_second": "fast"}, "flops_per_second is 'fast'; expected a number above 0"),
         ({"cpu_bytes_per_parameter": 0}, "cpu_bytes_per_parameter is 0"),
+        ({"cpu_threads": 2.5}, "cpu_threads is 2.5; expected a whole number above 0"),
+        ({"cpu_threads": 0}, "cpu_threads is 0"),
         ({"host_bytes": "much"}, "host_bytes is 'much'"),
         ({"host_bytes": 1.5}, "host_bytes is 1.5"),
     ],

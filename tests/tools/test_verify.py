@@ -154,6 +154,18 @@ def test_the_disk_can_be_part_of_it(verify: Run, tmp_path: Path) -> None:
     assert found["disk_write_bytes"] > 0
 
 
+def test_the_disk_can_be_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bf16: of fp32 pages as small as these do not shrink by a block."""
+    sizes = tmp_path / "half.json"
+    sizes.write_text(json.dumps({"hidden": 128, "layers": 1, "heads": 2, "ffn": 192, "dtype": "bfloat16"}))
+    options = ["--device", "cpu", "--page-size", "16KiB", "--seq", "16", "--batch", "2", "--host-budget", "1"]
+    disk = ["--disk", str(tmp_path), "--disk-budget", "64MiB", "--disk-compression", "zstd"]
+    assert cli.main(["verify", str(sizes), *options, *disk]) == 0
+    out = capsys.readouterr().out
+    assert "bit-equal" in out
+    assert "; compression spared it " in out
+
+
 def test_a_disk_without_effect_says_so(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +241,8 @@ def test_a_model_that_differs_from_itself_is_not_blamed_on_pager(verify: Run) ->
         ("make", ["--device", "tpu"], "device is 'tpu'"),
         ("make", ["--device-budget", "much"], "much"),
         ("make", ["--device-budget", "1MiB", "--no-paging"], "contradict each other"),
+        ("make", ["--disk-compression", "zstd"], "disk_compression is set but disk is None"),
+        ("make", ["--disk", "/tmp", "--disk-compression", "0"], "disk_compression is 0; expected"),
         ("make", ["--disk", "/nowhere"], "--disk /nowhere: there is no such folder"),
     ],
 )

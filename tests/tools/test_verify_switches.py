@@ -14,6 +14,7 @@ DEFAULTS: dict[str, Any] = {
     "update_at": "step",
     "master": None,
     "disk": None,
+    "disk_compression": None,
     "eviction": "belady",
     "page_size": "128KiB",
     "prefetch_distance": 4,
@@ -21,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     PAGING: True,
 }
 ALL_ON = DEFAULTS | {"update_on": "cpu", "update_at": "backward", "master": "float32", "disk": "/d"}
-ALL_ON |= {"eviction": "lru", "page_size": "16KiB"}
+ALL_ON |= {"disk_compression": "zstd", "eviction": "lru", "page_size": "16KiB"}
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,14 @@ ALL_ON |= {"eviction": "lru", "page_size": "16KiB"}
         (
             ALL_ON,
             [
-                *("update_on=cpu", "update_at=backward", "master=float32", "disk=/d", "eviction=lru"),
-                *("page_size=16KiB", "prefetch_distance=4", "paging"),
+                *(
+                    "update_on=cpu",
+                    "update_at=backward",
+                    "master=float32",
+                    "disk_compression=zstd",
+                    "disk=/d",
+                ),
+                *("eviction=lru", "page_size=16KiB", "prefetch_distance=4", "paging"),
             ],
         ),
     ],
@@ -62,7 +69,10 @@ def test_one_is_off_at_a_time() -> None:
     changed = [{name for name in ALL_ON if run[name] != ALL_ON[name]} for run in runs]
     assert changed == [
         {name}
-        for name in ("update_on", "update_at", "master", "disk", "eviction", "page_size", "prefetch_distance")
+        for name in (
+            *("update_on", "update_at", "master", "disk_compression", "disk"),
+            *("eviction", "page_size", "prefetch_distance"),
+        )
     ]  # and not without paging: one of those it holds was found
 
 

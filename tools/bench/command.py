@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     knobs.add_argument("--host-budget", metavar="SIZE")
     knobs.add_argument("--disk", metavar="FOLDER", help="a third tier; its speed is one of the ceilings then")
     knobs.add_argument("--disk-budget", metavar="SIZE")
+    knobs.add_argument("--disk-compression", metavar="LEVEL", help="zstd, or 1 to 22")
     knobs.add_argument("--update-at", choices=("step", "backward"))
     knobs.add_argument("--update-on", choices=("device", "auto", "cpu"))
     knobs.add_argument("--master", choices=("float32", "none"))
@@ -86,10 +87,14 @@ def make_job(arguments: argparse.Namespace, *, has_gpu: bool) -> StepJob:
     if arguments.cap is not None:
         cap = parse_size(arguments.cap, name="--cap")
     on_gpu = has_gpu and arguments.device != "cpu"
-    names = ("host_budget", "disk", "disk_budget", "update_at", "update_on", "master")
+    names = ("host_budget", "disk", "disk_budget", "disk_compression", "update_at", "update_on", "master")
     knobs: dict[str, Any] = {
         name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
     }
+    if "disk_compression" in knobs:
+        from pager.tools.train import parse_compression
+
+        knobs["disk_compression"] = parse_compression(knobs["disk_compression"])
     if knobs.get("master") == "none":
         knobs["master"] = None
     return StepJob(

@@ -21,6 +21,7 @@ from pager.page_table import Home, PageState
 from pager.statistics import Counters
 from pager.tiers.adaptors import Fault, FaultyTier
 from pager.tiers.disk_file import DiskFile
+from pager.tiers.page_packer import PagePacker
 from tests.engine_rig import PAGE, make_filled
 from tests.races.gates import Gate, Worker
 
@@ -120,6 +121,19 @@ def test_what_is_still_in_the_ring_is_not_read_from_the_disk(bench: Bench) -> No
     bench.queue.settle()
     assert bench.read(0, 3) == [1, 5, 6]
     assert bench.counters.disk_read_bytes == 4 * PAGE
+
+
+def test_what_moves_is_counted_and_what_compression_spares_apart(bench: Bench) -> None:
+    block = 256
+    file: Any = bench.disk.inner
+    file._go_through_the_cache("blocks as small as these")
+    file._packer = PagePacker(PAGE, FRAMES, 1, block_bytes=block)
+    bench.write(0, 1, 2)
+    bench.queue.settle()
+    counters = bench.counters
+    assert (counters.disk_write_bytes, counters.disk_saved_bytes) == (2 * block, 2 * (PAGE - block))
+    assert bench.read(0, 2) == [1, 1]
+    assert (counters.disk_read_bytes, counters.disk_saved_bytes) == (2 * block, 4 * (PAGE - block))
 
 
 def test_a_write_of_pages_that_are_read_waits_for_the_read(tmp_path: Path) -> None:

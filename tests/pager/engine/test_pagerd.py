@@ -130,7 +130,7 @@ def test_the_policy_is_told_real_bytes_and_seconds(monkeypatch: pytest.MonkeyPat
     rig.engine.timeline.follow(trace.with_seconds([1.0, 2.0, 4.0, 8.0]))
     access(rig, 0)
     assert brought(rig) == {1}
-    pagerd.distance = 4
+    pagerd.set_distance(4)
     pagerd._policy = listener = Listener()
     rig.read(0)
     assert listener.told == [
@@ -296,4 +296,54 @@ def test_a_failure_that_is_kept_for_later_keeps_nobodys_lease_alive(tmp_path: Pa
     rig.engine.drain()
     assert rig.engine.failure is not None
     assert not rig.table.pins.any()
+    rig.close()
+
+
+def test_where_all_is_there_it_hardly_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look of the thread takes the GIL from the training."""
+    rig, _ = make_filled([PAGE] * 8, arena_frames=8)
+    pagerd = make_pagerd(rig, *range(8), distance=2)
+    looks: list[int] = []
+    look = pagerd.pump
+
+    def counted() -> None:
+        looks.append(len(looks))
+        look()
+
+    monkeypatch.setattr(pagerd, "pump", counted)
+    for number in range(16):
+        access(rig, number % 8)
+    looks.clear()
+    for number in range(4 * pagerd_module.ROWS_AHEAD):
+        access(rig, number % 8)
+    assert len(looks) == 8  # each time that half of what it saw lies behind
+    rig.close()
+
+
+@pytest.mark.parametrize("change", ["eviction", "jump", "distance"])
+def test_it_looks_at_once_where_something_changed(change: str) -> None:
+    rig, _ = make_filled([PAGE] * 8, arena_frames=8)
+    pagerd = make_pagerd(rig, *range(8), distance=2)
+    for number in range(17):
+        access(rig, number % 8)
+    assert not brought(rig)
+    if change == "eviction":
+        rig.engine.evict_segments([rig.segments[index] for index in (2, 5)])
+        access(rig, 1)
+        assert brought(rig) == {2, 5}
+    elif change == "jump":
+        rig.engine.evict_segments([rig.segments[7]])
+        access(rig, 1)
+        assert brought(rig) == {7}
+        rig.engine.evict_segments([rig.segments[4]])
+        access(rig, 3)  # out of turn: 2 is left out
+        assert 4 in brought(rig)
+    else:
+        pagerd.set_distance(0)
+        rig.engine.evict_segments([rig.segments[index] for index in (2, 5, 6)])
+        access(rig, 1)
+        assert not brought(rig)
+        pagerd.set_distance(2)
+        access(rig, 2)
+        assert brought(rig) == {5, 6}
     rig.close()

@@ -18,6 +18,7 @@ import pytest
 
 from pager.core_limit import core_limit
 from pager.errors import PagerClosed
+from pager.optim import cpu_pool
 from pager.optim.cpu_pool import ALIGNMENT, SLICE_ELEMENTS, UpdateHandle, UpdatePool, cut_into_slices
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -370,6 +371,7 @@ FORK = """
 import os, threading, warnings
 warnings.simplefilter("ignore")
 from pager.errors import PagerClosed
+from pager.optim import cpu_pool
 from pager.optim.cpu_pool import UpdatePool
 pool = UpdatePool(2)
 began, go = threading.Event(), threading.Event()
@@ -461,13 +463,44 @@ def test_no_more_threads_work_than_may(limit: int) -> None:
 
     handle = pool.submit([work] * 8)
     gate.release(4)
-    pool.limit(limit)  # wakes all: none of them may take more
+    pool.limit(limit)
     gate.release(4)
     handle.result(LONG)
     assert max(most) <= limit
     pool.limit(99)
     meet = threading.Barrier(4)
     pool.submit([lambda: check_meeting(meet)] * 4).result(LONG)
+    pool.close()
+
+
+def test_a_higher_limit_lets_others_in_at_once() -> None:
+    pool = UpdatePool(4)
+    pool.limit(1)
+    meet = threading.Barrier(4)
+    handle = pool.submit([lambda: check_meeting(meet)] * 4)
+    pool.limit(4)
+    handle.result(LONG)
+    pool.close()
+
+
+def test_who_has_nothing_to_do_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that wakes up takes the GIL from the training."""
+    looks: list[object] = []
+    find = cpu_pool._find
+
+    def counted(shared: cpu_pool._Shared) -> object:
+        looks.append(shared)
+        return find(shared)
+
+    monkeypatch.setattr(cpu_pool, "_find", counted)
+    pool = UpdatePool(16)
+    pool.submit([lambda: None]).result(LONG)
+    looks.clear()
+    num_jobs = 50
+    for _ in range(num_jobs):
+        pool.submit([lambda: None, lambda: None], wait=lambda: None).result(LONG)
+    # Two slices and a wait, and for each that was woken the look before it sleeps again.
+    assert len(looks) <= 8 * num_jobs
     pool.close()
 
 

@@ -71,6 +71,10 @@ def test_the_link_rests_from_the_end_of_a_step_to_the_first_gradient_but_for_wha
     clock.now += 2
     rates.first_gradient()
     assert rates.rest_seconds == pytest.approx(1.5)
+    rates.end_step(100)
+    clock.now += 0.5
+    rates.first_gradient()
+    assert rates.rest_seconds == pytest.approx(1.0)
 
 
 def test_what_the_cpu_was_late_by_counts_after_the_first_steps(clock: Clock) -> None:
@@ -85,5 +89,8 @@ def test_what_the_cpu_was_late_by_counts_after_the_first_steps(clock: Clock) -> 
         rates.num_steps += 1
     # Four elements of a hundred, half of it at a time.
     assert found == pytest.approx([0, 0, 0, 0, 0.02, 0.04])
+    rates.was_refused(10)
     rates.end_step(100)
-    assert rates.less < 0.04
+    assert rates.less == pytest.approx(0.09)
+    rates.end_step(100)
+    assert rates.less < 0.09

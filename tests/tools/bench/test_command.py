@@ -308,13 +308,23 @@ def test_only_the_knobs_that_were_named_are_handed_on() -> None:
     named = make_job_of("--update-at", "backward", "--update-on", "auto", "--master", "none")
     assert named.knobs == {"update_at": "backward", "update_on": "auto", "master": None}
     named = make_job_of(
-        "--master", "float32", "--host-budget", "9GiB", "--disk", "/d", "--disk-budget", "1GiB"
+        "--master",
+        "float32",
+        "--host-budget",
+        "9GiB",
+        "--disk",
+        "/d",
+        "--disk-budget",
+        "1GiB",
+        "--disk-compression",
+        "2",
     )
     assert named.knobs == {
         "master": "float32",
         "host_budget": "9GiB",
         "disk": "/d",
         "disk_budget": "1GiB",
+        "disk_compression": 2,
     }
 
 

@@ -1,0 +1,133 @@
+"""Who stays on the device, where homes are, and which parameters the CPU updates, in a prediction.
+
+By the formulas of `pager.policies`, as `pager.homes`, `pager.residency` and `pager.optim` use them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pager.graph.arena_walk import DeviceShares, Placement
+from pager.policies.placement import Home, place
+from pager.policies.staying import belady, is_worth_lending, lent_gradient_bytes, room_for_staying, spread
+from pager.policies.update_split import Diffusion, cpu_part
+from pager.tools.captured import CapturedModel
+
+if TYPE_CHECKING:
+    from pager.tools.prediction import Wanted
+
+__all__ = ["UPDATE_TENSORS", "Placing"]
+
+# As `pager.homes`: what is not wired must hold the update of the largest tensor; a parameter that streams crosses the
+# link four times, a gradient or a state twice.
+UPDATE_TENSORS = 4
+_CROSSINGS = (4, 2, 2)
+# As `pager.bill`: parameters are wired with updates on the CPU only where they fill so much of the budget.
+_WIRED_SHARE = 0.75
+
+
+class Placing:
+    """Who stays, where homes are, and what the CPU updates: as `pager.homes`, `pager.residency`, `pager.optim`."""
+
+    def __init__(self, captured: CapturedModel, shares: DeviceShares, wanted: Wanted) -> None:
+        self.captured = captured
+        self.wanted = wanted
+        step = captured.step
+        self.elements = step.num_elements
+        count = len(self.elements)
+        self.first_use = np.full(count, len(step.access_parameter), np.int64)
+        np.minimum.at(self.first_use, step.access_parameter, np.arange(len(step.access_parameter)))
+        self.trained = step.gradient_tick >= 0
+        weights = self.elements * step.size.weight
+        largest, arena = int(weights.max()), shares.arena_bytes
+        room = room_for_staying(arena, shares.ring_bytes, largest)
+        all_stay = int(weights.sum()) <= room
+        self.stays = np.full(count, all_stay)
+        may_wire = wanted.update_on == "device" or int(weights.sum()) > wanted.budget_bytes * _WIRED_SHARE
+        self.wired = np.zeros(count, bool)
+        if not all_stay and may_wire:
+            spare = max(min(arena // 2 - largest, arena - UPDATE_TENSORS * largest), 0)
+            self.wired = self._take(weights, spare, wanted.weights)
+            self.stays = self.wired.copy()
+        self.keeps_states = np.zeros(count, bool)
+        if all_stay and wanted.update_at == "backward":
+            states = np.where(self.trained, self.elements * step.size.state, 0)
+            self.keeps_states = self._take(states, room - int(weights.sum()), wanted.states) & self.trained
+        self.lent_bytes = lent_gradient_bytes(captured.activation_bytes, arena)
+        self.beside = self.trained & (wanted.update_at == "backward") & (not wanted.simulated)
+        for parameter, num_elements in enumerate(self.elements.tolist()):
+            self.beside[parameter] &= is_worth_lending(num_elements * step.size.gradient, self.lent_bytes)
+
+    def _take(self, sizes: npt.NDArray[np.int64], room: int, how: str) -> npt.NDArray[np.bool_]:
+        if how == "belady":
+            return belady(sizes, self.first_use, room)
+        if how != "spread":
+            raise ValueError(f"{how!r} is no way to choose what stays; known are 'spread' and 'belady'")
+        order = np.argsort(self.first_use, kind="stable")
+        taken = np.zeros(len(sizes), bool)
+        taken[order] = spread(sizes[order], room)
+        return taken
+
+    def make(self, cpu_share: float) -> Placement:
+        """The placement with so much of the update on the CPU. Raises PlacementError where homes have no room."""
+        nobody = np.zeros(len(self.elements), bool)
+        # The CPU updates only what has its home in host memory; its gradients need homes there too.
+        on_cpu = self._on_cpu(cpu_share, *self._below(nobody)) if cpu_share else nobody
+        weight_on_disk, states_on_disk = self._below(on_cpu)
+        return Placement.of(
+            len(self.elements),
+            stays=self.stays,
+            wired=self.wired,
+            keeps_states=self.keeps_states,
+            on_cpu=on_cpu & ~weight_on_disk & ~states_on_disk,
+            beside=self.beside,
+            weight_on_disk=weight_on_disk,
+            states_on_disk=states_on_disk,
+        )
+
+    def _on_cpu(
+        self, share: float, weight_on_disk: npt.NDArray[np.bool_], states_on_disk: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        on_disk = weight_on_disk | states_on_disk
+        can = self.trained & ~self.keeps_states & ~self.wired & ~on_disk
+        # Those that are used last in forward come first in backward.
+        by = -self.captured.step.gradient_tick if self.wanted.update_at == "backward" else self.first_use
+        order = np.argsort(-by, kind="stable")
+        chosen = np.zeros(len(self.elements), bool)
+        if self.wanted.cpu_order != "spread":
+            own = order[can[order]]
+            chosen[own] = cpu_part(self.elements[own], share * float(self.elements.sum()), evenly=False)
+            return chosen
+        diffusion = Diffusion(share, int(self.elements[self.trained].sum()), lead=self.wanted.cpu_lead)
+        for parameter in order[self.trained[order]].tolist():
+            num_elements = int(self.elements[parameter])
+            if diffusion.is_due(num_elements) and can[parameter]:
+                diffusion.take(num_elements)
+                chosen[parameter] = True
+        return chosen
+
+    def _below(self, on_cpu: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Whose weight, whose states have their home on the disk."""
+        step, count = self.captured.step, len(self.elements)
+        needs = self.trained & (on_cpu | (self.wanted.update_at == "step"))
+        sizes = [
+            np.where(self.wired, 0, self.elements * step.size.weight),
+            np.where(needs, self.elements * step.size.gradient, 0),
+            np.where(self.trained, self.elements * step.size.state, 0),
+        ]
+        homes = place(
+            num_bytes=np.concatenate(sizes),
+            traffic_bytes_if_streamed=np.concatenate(
+                [crossings * size for crossings, size in zip(_CROSSINGS, sizes, strict=True)]
+            ),
+            position=np.tile(self.first_use, 3),
+            kind_rank=np.repeat(np.arange(3), count),
+            device_capacity=0,
+            host_capacity=self.wanted.host_bytes,
+            disk_capacity=self.wanted.disk_bytes,
+        )
+        on_disk = (homes == int(Home.DISK)).reshape(3, count)
+        return on_disk[0], on_disk[2]
