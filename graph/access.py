@@ -128,9 +128,10 @@ def current_phase() -> Phase:
 
 ORDINARY_FOR: frozenset[Callable[..., Any]] = frozenset(
     [
-        # Backward runs code of the user's, which must find the door open.
+        # These run code of the user's, which must find the door open: hooks, recomputation, a distance.
         *_members(torch.Tensor, "backward"),
-        *_members(torch.autograd, "grad"),
+        *_members(torch.autograd, "backward grad"),
+        *_members(nn.functional, "triplet_margin_with_distance_loss"),
         # These look at the class.
         *_members(torch.Tensor, "__repr__ __format__ __deepcopy__ __reduce_ex__"),
     ]
@@ -143,20 +144,28 @@ def ordinary_views(cls: Any, args: Iterable[Any], kwargs: Mapping[str, Any] | No
     """The instances of ``cls``, a class of views, in ``args`` and ``kwargs`` are of torch's own class meanwhile, and
     without their ``_pager_view``. A thread that uses one meanwhile uses an ordinary tensor.
     """
-    found: list[Any] = collect_tensors(cls, args, kwargs)
-    kept = [(view, view.__class__, getattr(view, "_pager_view", None)) for view in found]
-    # Another thread may be at the same, and have some of them already.
-    kept = [entry for entry in kept if entry[2] is not None and issubclass(entry[1], cls)]
+    kept: list[tuple[Any, Any, dict[str, Any]]] = []
     try:
-        for view, _, _ in kept:
-            view.__class__ = next(
-                base for base in view.__class__.__mro__ if base.__module__.startswith("torch")
-            )
-            view.__dict__.pop("_pager_view", None)
+        found: list[Any] = collect_tensors(cls, args, kwargs)
+        for view in found:
+            known = getattr(view, "_pager_view", None)
+            view_class = view.__class__
+            # Another thread may be at the same, and have some of them already.
+            if known is None or not issubclass(view_class, cls):
+                continue
+            ordinary = next(base for base in view_class.__mro__ if base.__module__.startswith("torch"))
+            marks = {"_pager_view": known}
+            if ordinary is Tensor and view.__dict__.get("_is_param"):
+                ordinary = nn.Parameter  # such is ``nn.Parameter(view)``
+                marks["_is_param"] = True
+            kept.append((view, view_class, marks))
+            for mark in marks:
+                view.__dict__.pop(mark, None)
+            view.__class__ = ordinary
         yield
     finally:
-        for view, view_class, known in kept:
-            view._pager_view = known
+        for view, view_class, marks in kept:
+            view.__dict__.update(marks)
             view.__class__ = view_class
 
 

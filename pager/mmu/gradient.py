@@ -71,6 +71,9 @@ class Gradients:
         grad = binding.raw_grad()
         if grad is None:
             return
+        if binding.derived_blindly:
+            binding.set_raw_grad(None)
+            binding.check_graph()
         if grad.layout is not torch.strided:
             raise ConfigError(
                 f"{binding.name}: its gradient is {grad.layout}; sparse gradients cannot be paged yet. Use "

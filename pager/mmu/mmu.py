@@ -20,10 +20,10 @@ from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
 from pager.mmu.clipping import Clipping
-from pager.mmu.modes import ordinary_tensors, without_dispatch_modes
+from pager.mmu.modes import in_forward_mode, ordinary_tensors, without_dispatch_modes
 from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
-from pager.mmu.view import VIEWS_UNSEEN, View, add_frames, count_writes, mark_views
+from pager.mmu.view import VIEWS_UNSEEN, View, add_frames, count_writes, mark_views, run_on_views
 from pager.page_table import PageState
 
 if TYPE_CHECKING:
@@ -96,18 +96,21 @@ class Mmu:
             with NoTorchFunction():
                 if name.startswith(_WRITES_UNCOUNTED):
                     return count_writes(bindings, views, func, args, kwargs)
-                # Where torch allows no hooks (torch.func) or cannot say which are in force, frames stay until backward.
-                if torch.is_grad_enabled() and can_hook():
+                if not torch.is_grad_enabled():
+                    result = func(*args, **kwargs)
+                elif can_hook() and not in_forward_mode():
                     frames = {
                         lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)
                     }
                     if views:
                         add_frames(frames, views)
                     push_hooks(saving_frames(frames), pushed)
-                result = func(*args, **kwargs)
+                    result = func(*args, **kwargs)
+                else:  # torch.func allows no hooks, or shows them wrappers; or torch cannot say which are in force
+                    result = run_on_views(func, args, kwargs)
                 # Asked here, since this is the way of every operation: nearly none makes a view.
                 if type(result) is not _Tensor or result._is_view() or name in VIEWS_UNSEEN:
-                    mark_views(result, leases, bindings, views)
+                    mark_views(result, leases, bindings, views, name)
                 return result
         finally:
             if pushed:

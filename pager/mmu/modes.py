@@ -8,7 +8,7 @@ find others in the recomputation, where other pages are absent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,8 +32,30 @@ def in_dispatch_mode() -> bool:
     return bool(getattr(torch._C, "_len_torch_dispatch_stack", int)())
 
 
+_in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+
+
+def in_forward_mode() -> bool:
+    """Whether a transform of ``torch.func`` runs forward-mode differentiation: saved tensors are wrappers there."""
+    return _in_transform() and any(
+        layer.key() == torch._C._functorch.TransformType.Jvp
+        for layer in torch._C._functorch.get_interpreter_stack() or ()
+    )
+
+
+@contextlib.contextmanager
+def _without_transforms() -> Iterator[None]:
+    """Nothing inside is seen by ``torch.func``, whose transforms wrap every tensor, nor by dispatch modes."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack(), _python_dispatch._disable_current_modes():
+        yield
+
+
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """No dispatch mode of the user's sees what runs inside."""
+    """No dispatch mode of the user's sees what runs inside, and no transform of ``torch.func`` wraps it."""
+    if _in_transform():
+        return _without_transforms()
     if not in_dispatch_mode():
         return contextlib.nullcontext()
     disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
@@ -47,6 +69,7 @@ def apart(device_type: str) -> contextlib.AbstractContextManager[Any]:
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled(device_type)
         or in_dispatch_mode()
+        or _in_transform()
     ):
         return _apart(device_type)
     return torch._C.DisableTorchFunction()  # inside backward there is nothing else, and this costs a tenth

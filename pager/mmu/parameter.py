@@ -11,15 +11,17 @@ A call falls into one of
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pager.graph.access import LAYOUT, METADATA, collect_tensors
+from pager.graph.access import LAYOUT, METADATA, collect_tensors, ordinary_views
 from pager.mmu import foreach
 from pager.mmu.binding import Binding, NoTorchFunction, set_data
+from pager.mmu.modes import in_dispatch_mode
 
 if TYPE_CHECKING:
     from pager.mmu.view import View
@@ -118,9 +120,12 @@ def _access_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     try:
         for tensor, frames in views:
             frames.point_base(tensor, use, pointed)
-        if any(binding.mmu is not mmu for binding in bindings):
-            return _access_of_several_models(func, args, kwargs, bindings, views)
-        return mmu.run(bindings, func, args, kwargs, views)
+        # Dispatch modes refuse classes that they do not know, and a view is of torch's own to them.
+        known = ordinary_views(Managed, args, kwargs) if in_dispatch_mode() else contextlib.nullcontext()
+        with known:
+            if any(binding.mmu is not mmu for binding in bindings):
+                return _access_of_several_models(func, args, kwargs, bindings, views)
+            return mmu.run(bindings, func, args, kwargs, views)
     finally:
         for binding in pointed:
             binding.mmu.exit([binding], use)

@@ -46,10 +46,12 @@ class _SavedFrame:
         "binding",
         "conj",
         "dtype",
+        "is_view",
         "neg",
         "neighbours",
         "offset",
         "place",
+        "segment",
         "size",
         "stride",
         "version",
@@ -63,6 +65,8 @@ class _SavedFrame:
         # and so does a parameter when its model is closed.
         self.base = binding.tensor
         self.version = raw_version(self.base)
+        self.segment = binding.segment
+        self.is_view = tensor is not self.base
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.dtype = tensor.dtype
@@ -76,12 +80,24 @@ class _SavedFrame:
         found = raw_version(self.base)
         if found != self.version:
             raise changed_since(f"parameter {self.binding.name}", self.size, found, self.version)
+        dtype, size, stride = self.dtype, self.size, self.stride
+        segment = self.binding.segment
+        if segment is not self.segment:
+            if self.is_view:
+                raise RuntimeError(
+                    f"backward needs the values that {self.binding.name} had before it was converted from {dtype} "
+                    f"with strides {self.segment.stride} to {segment.dtype} with {segment.stride}; call backward() "
+                    "before model.half(), .to(dtype) or the like"
+                )
+            dtype, size, stride = (
+                segment.dtype,
+                segment.size,
+                segment.stride,
+            )  # a weight itself is what it is now
         if getattr(self.base, "_pager", None) is self.binding:
-            mmu = self.binding.mmu
-            tensor = mmu.fault_saved(self.binding, self.dtype, self.size, self.stride, self.offset)
+            tensor = self.binding.mmu.fault_saved(self.binding, dtype, size, stride, self.offset)
         else:
-            storage = self.base.untyped_storage()
-            tensor = strided_view(storage, self.dtype, self.size, self.stride, self.offset)
+            tensor = strided_view(self.base.untyped_storage(), dtype, size, stride, self.offset)
         if self.conj:
             tensor = torch._conj(tensor)
         if self.neg:

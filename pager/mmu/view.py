@@ -16,12 +16,16 @@ converted or closed) the view has the old one, which nobody could bring back: au
 What else a view must not do unseen:
 
 - write without being counted (``.data``, ``numpy()``, raw pointers): the pages count as written while it lives;
-- ask its base for a shape. After a write to the tensor autograd rebuilds a view's ``grad_fn`` from the base's strides,
-and a phantom has none; so the tensor points at the frames meanwhile.
+- ask its base for a shape. After a write to the tensor autograd derives a view's ``grad_fn`` anew from the base's
+strides, and a phantom has none; so the tensor points at the frames meanwhile.
 
 Why not hooks over the whole forward: they would cost every operation of the model, and torch allows only one pair at a
 time, so that each checkpoint and each hook of the user's would hide ours. What does not ask ``__torch_function__``
-(a custom ``autograd.Function`` that saves a view, TorchScript) keeps the view, and its frames, as any tensor.
+(a custom ``autograd.Function`` that saves a view, TorchScript) keeps the view, and its frames, as any tensor. What
+torch derives there from a phantom is seen afterwards, and refused when its gradient comes.
+
+What else lies over the frames and is no view of the tensor's (views of ``.data``, ``unsafe_split``) has a version
+counter of its own: torch's own class and torch's own saving are right for it.
 """
 
 from __future__ import annotations
@@ -30,26 +34,30 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from pager.graph.access import GRADIENT, METADATA, ORDINARY_FOR, ordinary_views
+from pager.graph.access import GRADIENT, METADATA, ORDINARY_FOR, collect_tensors, ordinary_views
 from pager.mmu.binding import Binding, NoTorchFunction, raw_version
-from pager.mmu.parameter import Managed, access
+from pager.mmu.parameter import Managed, Paged, access
 
 if TYPE_CHECKING:
     from pager.engine.run import Run
 
 
 class Frames:
-    """What a view lies on: a run of a paged tensor's, leased from ``address`` on, and which value that was."""
+    """What a view lies on: a run of a paged tensor's, leased from ``address`` on, and which value that was.
+
+    ``version``: the tensor's, of which the view's graph was derived; None where it is not (``w.detach()``).
+    """
 
     __slots__ = ("address", "binding", "num_bytes", "run", "version")
 
-    def __init__(self, address: int, binding: Binding, run: Run) -> None:
+    def __init__(self, address: int, binding: Binding, run: Run, version: int | None) -> None:
         self.address = address
         self.num_bytes = run.num_bytes
         self.binding = binding
         self.run = run
-        self.version = raw_version(binding.tensor)
+        self.version = version
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing: it says something of one tensor only."""
@@ -67,18 +75,27 @@ class Frames:
         )
 
     def point_base(self, view: torch.Tensor, use: object, pointed: list[Binding]) -> None:
-        """Where torch is to derive the view's graph anew: the tensor points at its frames until it is ``exit``ed."""
+        """Where torch may derive the view's graph anew, the tensor points at its frames until it is ``exit``ed."""
         binding = self.binding
+        tensor = binding.tensor
         if (
-            raw_version(binding.tensor) == self.version
-            or getattr(binding.tensor, "_pager", None) is not binding
+            self.version is None
+            or raw_version(tensor) == self.version
+            or getattr(tensor, "_pager", None) is not binding
         ):
             return
         with NoTorchFunction():
-            has_graph = view.requires_grad
+            # Torch derives one even for a view that was made under no_grad.
+            has_graph = view.requires_grad or tensor.requires_grad
         if has_graph:
             pointed.append(binding)
             binding.mmu.point(binding, use)
+
+    def note_graph(self) -> None:
+        """Torch has derived the view's graph out of our sight."""
+        binding = self.binding
+        if not binding.pointed and self.version is not None and raw_version(binding.tensor) != self.version:
+            binding.derived_blindly = getattr(binding.tensor, "_pager", None) is binding
 
     def escape(self) -> None:
         """Somebody may write to the frames without being counted, as long as a view of them lives."""
@@ -103,9 +120,8 @@ class PagedView(Managed):
         kwargs = kwargs or {}
         if func in METADATA or func in GRADIENT:
             return _look(func, args, kwargs)
-        if func in ORDINARY_FOR:
-            with ordinary_views(PagedView, args, kwargs):
-                return func(*args, **kwargs)
+        if func in ORDINARY_FOR or (len(types) > 1 and _has_foreign(types)):
+            return _run_ordinarily(func, args, kwargs)
         if func in _UNCOUNTED:
             frames = args[0]._pager_view
             if frames is not None:
@@ -128,15 +144,50 @@ _UNCOUNTED: frozenset[Any] = frozenset(
 """What gives away the memory beneath a view: writes there move no version counter."""
 
 
+def _has_foreign(types: Iterable[type]) -> bool:
+    """Whether an operation is also the affair of somebody else's class of tensors."""
+    return any(kind is not torch.Tensor and not issubclass(kind, Managed) for kind in types)
+
+
+_SETS_HOOKS = _Tensor._backward_hooks.__set__
+"""Torch itself calls it, with None, when it has derived a view's graph anew, and holds a lock of the view's."""
+
+
 def _look(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Metadata of a view: as of any tensor."""
     use = object()
     pointed: list[Binding] = []
     try:
         frames = args[0]._pager_view if args and isinstance(args[0], PagedView) else None
-        if frames is not None:
+        if frames is not None and func != _SETS_HOOKS:
             frames.point_base(args[0], use, pointed)
+        elif frames is not None and args[1] is None:
+            frames.note_graph()
         with NoTorchFunction():
+            return func(*args, **kwargs)
+    finally:
+        for binding in pointed:
+            binding.mmu.exit([binding], use)
+
+
+_PARAMETERS_OWN = frozenset([_Tensor.__repr__, _Tensor.__deepcopy__, _Tensor.__reduce_ex__])
+"""Methods that a parameter, such as ``nn.Parameter(view)``, has other ones for."""
+
+
+def _run_ordinarily(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What looks at the class of its arguments, runs code of the user's, or is also the affair of somebody else's
+    class of tensors: the views are ordinary tensors meanwhile.
+    """
+    use = object()
+    pointed: list[Binding] = []
+    try:
+        for view in collect_tensors(PagedView, args, kwargs):
+            frames = view._pager_view
+            if frames is not None:
+                frames.point_base(view, use, pointed)
+        with ordinary_views(PagedView, args, kwargs):
+            if args and type(args[0]) is nn.Parameter and func in _PARAMETERS_OWN:
+                return getattr(nn.Parameter, func.__name__)(*args)
             return func(*args, **kwargs)
     finally:
         for binding in pointed:
@@ -151,43 +202,85 @@ def add_frames(frames: dict[int, Binding], views: Iterable[View]) -> None:
 
 
 VIEWS_UNSEEN = frozenset(["detach", "view"])
-"""Operations whose one result shares an argument's memory though torch does not call it a view (``view(dtype)``)."""
+"""Operations whose one result shares an argument's memory and version counter though torch does not call it a view
+(``view(dtype)``)."""
 
 
 def mark_views(
-    result: Any, leases: Sequence[torch.Tensor], bindings: Sequence[Binding], views: Sequence[View]
+    result: Any, leases: Sequence[torch.Tensor], bindings: Sequence[Binding], views: Sequence[View], name: str
 ) -> None:
-    """Give what lies in the leases of ``bindings``, or where ``views`` lie, among an operation's results the class of
-    views. Called with torch functions disabled.
+    """Give what is a view of ``bindings``, over these leases, or of ``views``, among the results of the operation
+    ``name``, the class of views. Called with torch functions disabled.
     """
-    kind = type(result)
-    if kind is torch.Tensor:
-        try:
-            address = result.data_ptr()
-        except RuntimeError:  # there is none (sparse, wrappers of torch.func)
-            return
-        for lease, binding in zip(leases, bindings, strict=True):
-            begin = lease.data_ptr()
-            if begin <= address < begin + lease.numel():
-                _mark(result, begin, binding)
-                return
-        for _, frames in views:
-            if 0 <= address - frames.address < frames.num_bytes and frames.are_current():
-                _mark(result, frames.address, frames.binding)
-                return
-    elif kind is list or isinstance(result, tuple):
+    if type(result) is torch.Tensor:
+        _mark(result, leases, bindings, views, name in VIEWS_UNSEEN)
+    elif isinstance(result, (list, tuple)):
         for item in result:
-            mark_views(item, leases, bindings, views)
+            if type(item) is torch.Tensor:
+                _mark(item, leases, bindings, views, False)
 
 
-def _mark(tensor: torch.Tensor, address: int, binding: Binding) -> None:
+def _mark(
+    tensor: torch.Tensor,
+    leases: Sequence[torch.Tensor],
+    bindings: Sequence[Binding],
+    views: Sequence[View],
+    unseen: bool,
+) -> None:
+    try:
+        found = _frames_at(tensor.data_ptr(), leases, bindings, views)
+    except RuntimeError:  # there is no address (sparse, wrappers of torch.func)
+        return
+    if found is None:
+        return
+    begin, binding = found
     segment = binding.segment
     for run in binding.mmu.engine.runs_of(segment):
         if run.covers(0, segment.num_pages):
-            view: Any = tensor
-            view._pager_view = Frames(address, binding, run)
-            view.__class__ = PagedView
+            base = tensor._base
+            if isinstance(base, Managed) or (base is None and unseen):
+                version = raw_version(base) if base is binding.tensor else None
+                view: Any = tensor
+                view._pager_view = Frames(begin, binding, run, version)
+                view.__class__ = PagedView
+            else:  # whose writes have a counter of their own
+                run.escaped = True
+                binding.norm = None
             return
+
+
+def _frames_at(
+    address: int, leases: Sequence[torch.Tensor], bindings: Sequence[Binding], views: Sequence[View]
+) -> tuple[int, Binding] | None:
+    """The lease, or the current frames of a view, that hold an address: where they begin, and whose they are."""
+    for lease, binding in zip(leases, bindings, strict=True):
+        begin = lease.data_ptr()
+        if begin <= address < begin + lease.numel():
+            return begin, binding
+    for _, frames in views:
+        if 0 <= address - frames.address < frames.num_bytes and frames.are_current():
+            return frames.address, frames.binding
+    return None
+
+
+def run_on_views(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on views in place of the paged tensors it names, which point at their frames: what autograd
+    saves of it are the views, and the frames stay until backward. Called with torch functions disabled.
+    """
+    given = [_on_views(arg) for arg in args]
+    named = {name: value if name == "out" else _on_views(value) for name, value in kwargs.items()}
+    result = func(*given, **named)
+    return args[0] if given and result is given[0] else result
+
+
+def _on_views(value: Any) -> Any:
+    if isinstance(value, Paged):
+        return value.view_as(value)
+    if isinstance(value, dict):
+        return {key: _on_views(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and collect_tensors(Paged, value):
+        return type(value)([_on_views(item) for item in value])
+    return value
 
 
 def count_writes(
