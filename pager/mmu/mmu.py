@@ -20,7 +20,7 @@ from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
 from pager.mmu.clipping import Clipping
-from pager.mmu.modes import in_forward_mode, ordinary_tensors, without_dispatch_modes
+from pager.mmu.modes import in_forward_mode, in_transform, ordinary_tensors, without_dispatch_modes
 from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
 from pager.mmu.view import VIEWS_UNSEEN, View, add_frames, count_writes, mark_views, run_on_views
@@ -98,7 +98,7 @@ class Mmu:
                     return count_writes(bindings, views, func, args, kwargs)
                 if not torch.is_grad_enabled():
                     result = func(*args, **kwargs)
-                elif can_hook() and not in_forward_mode():
+                elif can_hook() and not (in_transform() and in_forward_mode()):
                     frames = {
                         lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)
                     }

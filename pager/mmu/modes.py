@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
+_UNCHANGED = contextlib.nullcontext()  # one for all: making one costs as much as all the rest of asking
+
 
 @contextlib.contextmanager
 def _leave_inference_mode() -> Iterator[None]:
@@ -23,21 +25,25 @@ def _leave_inference_mode() -> Iterator[None]:
 
 def ordinary_tensors() -> contextlib.AbstractContextManager[None]:
     """Tensors made inside are ordinary ones, also in inference mode: they become a parameter's ``data``."""
-    return _leave_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    return _leave_inference_mode() if torch.is_inference_mode_enabled() else _UNCHANGED
+
+
+# Private, but the only way; a torch without it has no modes to be kept out of.
+_num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
 
 
 def in_dispatch_mode() -> bool:
     """Whether a dispatch mode sees what runs here."""
-    # Private, but the only way; a torch without it has no modes to be kept out of.
-    return bool(getattr(torch._C, "_len_torch_dispatch_stack", int)())
+    return _num_modes() > 0
 
 
-_in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+in_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+"""Whether a transform of ``torch.func`` runs here."""
 
 
 def in_forward_mode() -> bool:
-    """Whether a transform of ``torch.func`` runs forward-mode differentiation: saved tensors are wrappers there."""
-    return _in_transform() and any(
+    """Whether one of the transforms differentiates in forward mode: what is saved there are wrappers."""
+    return any(
         layer.key() == torch._C._functorch.TransformType.Jvp
         for layer in torch._C._functorch.get_interpreter_stack() or ()
     )
@@ -54,10 +60,10 @@ def _without_transforms() -> Iterator[None]:
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """No dispatch mode of the user's sees what runs inside, and no transform of ``torch.func`` wraps it."""
-    if _in_transform():
+    if in_transform():
         return _without_transforms()
-    if not in_dispatch_mode():
-        return contextlib.nullcontext()
+    if not _num_modes():
+        return _UNCHANGED
     disable = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
     return disable()
 
@@ -69,7 +75,7 @@ def apart(device_type: str) -> contextlib.AbstractContextManager[Any]:
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled(device_type)
         or in_dispatch_mode()
-        or _in_transform()
+        or in_transform()
     ):
         return _apart(device_type)
     return torch._C.DisableTorchFunction()  # inside backward there is nothing else, and this costs a tenth

@@ -60,7 +60,8 @@ class _SavedFrame:
     def __init__(self, binding: Binding, tensor: torch.Tensor, neighbours: Neighbours | None) -> None:
         self.binding = binding
         self.neighbours = neighbours
-        self.place = 0 if neighbours is None else neighbours.next_place()
+        if neighbours is not None:
+            self.place = neighbours.next_place()
         # A gradient that is dropped while this refers to it becomes an ordinary tensor with the old values,
         # and so does a parameter when its model is closed.
         self.base = binding.tensor
