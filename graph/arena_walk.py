@@ -60,11 +60,12 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceShares:
-    """Bytes of the device: the arena in all, and the slots for states that are part of it."""
+    """Bytes of the device: the arena in all, and of it the slots for states, and the only homes of weights."""
 
     arena_bytes: int
     num_slots: int = 0
     slot_bytes: int = 0
+    wired_bytes: int = 0
 
     @property
     def ring_bytes(self) -> int:

@@ -94,6 +94,10 @@ class BytesPerParameter:
         """Bytes of host DRAM traffic of one update on the CPU, without what crosses the link."""
         return 2 * self.state + 2 * self.weight + self.gradient
 
+    def staged(self, update_at: str) -> int:
+        """Bytes that a slot of the update holds: states, and the gradient unless backward brings it."""
+        return self.state if update_at == "backward" and self.state else self.gradient + self.state
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBound:

@@ -80,9 +80,8 @@ class Schedule(ArenaWalk):
         self.clock = Clock(self.tasks, rates)
         self.is_over = is_over or self.clock.is_over
         self.steps: list[StepMarks] = []
-        size = model.size
         self.unit_elements = (
-            max(shares.slot_bytes // (size.gradient + size.state), 1) if shares.num_slots else 0
+            max(shares.slot_bytes // model.size.staged(knobs.update_at), 1) if shares.num_slots else 0
         )
         self.slots: deque[int] = deque([-1] * shares.num_slots)  # free ones, by the task that let go of them
         self.pending: dict[int, list[_Unit]] = {}  # updates that wait for their parameter's next use

@@ -31,6 +31,9 @@ logger = logging.getLogger("pager.bill")
 # States per parameter that are assumed until the optimizer is known: AdamW's two.
 ASSUMED_STATES = 2
 
+# The process grows by that in its first steps on a GPU, most of it the kernels of CUDA's libraries. Seen: 2.0 GB.
+LOADED_LATER_BYTES = 9 * 2**28
+
 # By a parameter's id: the dtypes of the states that its optimizer keeps. Of the others AdamW's are assumed.
 States = Mapping[int, Sequence[torch.dtype]]
 
@@ -139,7 +142,8 @@ def host_room(
     ring = shape_of(max(DEPTHS)).num_bytes if config.disk is not None else 0
     if config.disk_compression is not None:
         ring += max(DEPTHS) * PagePacker.buffer_bytes(config.page_bytes)
-    return whole - max(process_bytes() - on_cpu, 0) - slabs - ring, whole
+    later = 0 if device.is_simulated else LOADED_LATER_BYTES
+    return whole - max(process_bytes() - on_cpu, 0) - slabs - ring - later, whole
 
 
 class Movement(NamedTuple):

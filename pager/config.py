@@ -137,6 +137,11 @@ class Config:
         if not isinstance(self.checks, Checks):
             raise TypeError(f"checks is a {type(self.checks).__name__}; expected a pager.config.Checks")
 
+    def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``example_inputs`` as positional and keyword arguments."""
+        example = self.example_inputs or ()
+        return ((), dict(example)) if isinstance(example, dict) else (tuple(example), {})
+
     def _check_distance(self) -> None:
         distance = self.prefetch_distance
         if distance == "auto":

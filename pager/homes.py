@@ -9,8 +9,9 @@ ordinal), since nobody knows beforehand what the optimizer calls them.
 
 Wired (home on the device): everything, where everything fits; else parameters, up to half of the arena, since
 a parameter that streams crosses the link four times a step and a state twice. The other half is what
-streaming needs to run ahead. Gradients come and go and would leave holes between wired runs, so they are
-wired never; where there is no pressure nothing moves them either.
+streaming needs to run ahead. Where host memory does not hold the rest, as many parameters more as streaming can do
+without: a disk is slower than the link by an order of magnitude. Gradients come and go and would leave holes between
+wired runs, so they are wired never; where there is no pressure nothing moves them either.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pager.errors import BudgetError, TierFull
 from pager.home_frames import HomeFrames
 from pager.page_table import Home, PageTable
 from pager.policies.placement import PlacementError, place
+from pager.policies.staying import usually_wired_bytes, wired_bytes
 from pager.units import ceil_div, format_at_least, format_bytes
 
 if TYPE_CHECKING:
@@ -39,9 +41,6 @@ KIND_RANK = {"parameter": 0, "gradient": 1, "state": 2}
 # How often a byte of this kind crosses the link in a step if it streams: a parameter for forward and backward
 # and both ways at its update; a gradient out and in; a state in and out.
 CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
-# What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into
-# slices: the tensor, its gradient, two states.
-_UPDATE_TENSORS = 4
 # States are wired only where as many of the largest tensor stay free: what does not fill an arena's slabs.
 _FREE_TENSORS = 8
 
@@ -98,13 +97,27 @@ class Homes(HomeFrames):
         may_wire = np.array(
             [w.kind == "parameter" or (w.kind == "state" and self._wires_states) for w in wanted], bool
         )
-        spare = max(min(arena_bytes // 2 - largest, arena_bytes - _UPDATE_TENSORS * largest), 0)
-        wire_bytes = (arena_bytes if everything_fits else spare) if wires else 0
+        wire_bytes = arena_bytes if wires else 0
+        if not everything_fits:
+            wire_bytes = wired_bytes(
+                arena_bytes,
+                self._page_size,
+                total_bytes=total,
+                largest_bytes=largest,
+                host_bytes=host_bytes,
+                wires=wires,
+            )
         # Wired first, among those that may be; the rest is placed on the tiers below.
         homes = np.full(len(wanted), int(Home.HOST), np.int64)
         wired = self._place(wanted, sizes, may_wire, device=wire_bytes, host=total, disk=0)
         homes[np.flatnonzero(may_wire)[wired == int(Home.DEVICE)]] = int(Home.DEVICE)
         self._plan_below(wanted, sizes, homes, what="training state", host=host_bytes, disk=disk_bytes)
+
+    def lacks_room(self, wanted: Sequence[Wanted], *, arena_bytes: int, host_bytes: int) -> bool:
+        """Whether device and host together do not hold all, with the usual share of the arena left for streaming."""
+        sizes = self._sizes(wanted)
+        spare = usually_wired_bytes(arena_bytes, int(sizes.max(initial=0)))
+        return int(sizes.sum()) > spare + max(host_bytes, 0)
 
     def plan_states(self, wanted: Sequence[Wanted]) -> None:
         """Decide anew the homes of the states of an optimizer that is now known, and reserve room for them.
@@ -158,7 +171,7 @@ class Homes(HomeFrames):
             raise BudgetError(
                 f"pager: the {what} needs {format_bytes(int(sizes.sum()))} ({self._bill(wanted, sizes)}); with "
                 f"{format_bytes(int(sizes[~below].sum()))} on the device, {format_bytes(host)} of host memory "
-                f"(host_budget less what the process takes)"
+                f"(host_budget less what the process takes, and is about to load)"
                 f"{have_disk} it misses {format_bytes(error.missing_bytes)}{also}. Raise host_budget or device_budget"
                 + self._disk_remedy(bool(have_disk))
                 + self._smallest_change(wanted, sizes, below, error.missing_bytes, host, disk)

@@ -77,6 +77,8 @@ class HostCap:
         self._is_warned = False
         # What the process took when nothing more could be given back.
         self._least_bytes = 0
+        # What it took when its heap was trimmed last, as a model went into pages.
+        self._trimmed_bytes = 0
         # A smaller budget that the next step boundary has to move homes for.
         self._wanted: tuple[int, int | float | str] | None = None
         self._may_return = False
@@ -263,6 +265,14 @@ class HostCap:
                 format_bytes(self.budget_bytes),
                 format_bytes(self._homes.host_used_bytes),
             )
+
+    def look_at_heap(self) -> None:
+        """While a model goes into pages: what its tensors leave in the heap, in pieces that the next ones do not fit
+        into, goes back before it adds up to more than the budget.
+        """
+        if process_bytes() > max(HIGH * self.budget_bytes, self._trimmed_bytes + NOISE_BYTES):
+            _trim_heap()
+            self._trimmed_bytes = process_bytes()
 
     def _give_back(self, why: str, budget_bytes: int) -> None:
         """Give back the pageable part, cheapest first, until the low watermark of the budget is reached."""

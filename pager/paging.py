@@ -52,7 +52,9 @@ class PagedModel:
         page_size: int,
         init: Callable[[nn.Module], None] | None,
         gradients_need_homes: bool = True,
+        look_at_heap: Callable[[], None] = lambda: None,
     ) -> None:
+        """``look_at_heap`` is called where tensors have just let go of memory."""
         self.model = model
         self.bindings: dict[str, Binding] = {}
         self.small: list[nn.Parameter] = []
@@ -68,6 +70,7 @@ class PagedModel:
         self._page_size = page_size
         self._init = init
         self._gradients_need_homes = gradients_need_homes
+        self._look_at_heap = look_at_heap
         self._device = mmu.engine.device.torch_device
         mmu.renew = self.renew
         mmu.undo_move = self.undo_move
@@ -118,6 +121,7 @@ class PagedModel:
         self._homes.reserve_host(on_host)
         for name, param in batch:
             self.take_in_parameter(name, param)
+        self._look_at_heap()
 
     def take_in_parameter(self, name: str, param: nn.Parameter) -> Binding:
         """Turn one ordinary parameter into a paged one, in place, keeping its values (none, if it is on

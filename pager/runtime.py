@@ -131,6 +131,9 @@ class Runtime:
         self.disk = self.homes.open_disk(config, disk_bytes)
         if self.disk is not None:
             undo.callback(self.disk.close)
+        if self.homes.lacks_room(wanted, arena_bytes=arena_bytes, host_bytes=host_bytes):
+            known = slabs.known_arena_bytes(self.model, parameters, config, self.budget, self.device)
+            arena_bytes = max(known, arena_bytes)
         wires = bill.may_wire(config, wanted, self.budget)
         self.homes.plan(
             wanted, arena_bytes=arena_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes, wires=wires
@@ -152,6 +155,7 @@ class Runtime:
             page_size=page_size,
             init=config.init,
             gradients_need_homes=config.update_at == "step",
+            look_at_heap=self.host_cap.look_at_heap,
         )
         self.mmu.gradients = Gradients(self.mmu, self.paged.make_gradient, self.paged.settle_gradient)
         self.planner = Planner(self.model, self.space, self.table, page_size)
@@ -270,11 +274,9 @@ class Runtime:
     # -- the plan ----------------------------------------------------------------------------------
 
     def _capture_example(self) -> None:
-        example = self.config.example_inputs
-        if example is None:
+        if self.config.example_inputs is None:
             return
-        args, kwargs = ((), dict(example)) if isinstance(example, dict) else (tuple(example), {})
-        self.capture(args, kwargs)
+        self.capture(*self.config.example_call())
         if self.planner.wrong_inputs is not None:
             raise ConfigError(
                 f"example_inputs are no inputs of {type(self.model).__name__}, whose forward() says: "

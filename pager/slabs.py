@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pager.errors import BudgetError
+from pager.graph.capture import capture
 from pager.optim.adopted import UNIT_BYTES
 from pager.page_table import Home
 from pager.policies.staying import lent_gradient_bytes
 from pager.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from pager.config import Config
+    from pager.device.base import Device
     from pager.device_budget import DeviceBudget
     from pager.homes import Wanted
+    from pager.model_checks import Parameters
     from pager.page_table import PageTable
     from pager.planning import Planner
     from pager.step_boundary import StepBoundary
@@ -48,6 +53,35 @@ def add_first(arena: DeviceArena, config: Config, arena_bytes: int, wanted: list
     return slab_frames
 
 
+def known_arena_bytes(
+    model: nn.Module, parameters: Parameters, config: Config, budget: DeviceBudget, device: Device
+) -> int:
+    """What the arena may take beside the activations that a step without data shows; 0 where none can be run.
+
+    For a model that host memory does not hold, before its homes are chosen: what the device can hold need not go to a
+    disk.
+    """
+    managed = {param: index for index, (_, param) in enumerate(parameters.paged)}
+    if not managed or config.example_inputs is None or device.is_simulated:
+        return 0
+    found = capture(model, managed, *config.example_call(), device=device.torch_device)
+    if found.way == "recorded":
+        return 0
+    largest = max(param.nbytes for param in managed)
+    beside = _beside(found.peak_activation_bytes, largest, budget, lends=config.update_at == "backward")
+    return budget.arena_bytes(beside) // config.page_bytes * config.page_bytes
+
+
+def _beside(activation_bytes: int, largest_bytes: int, budget: DeviceBudget, *, lends: bool) -> int:
+    """What a step takes on the device outside of the arena: activations, a gradient on its way into its pages, the
+    staged copies of a unit of the update, and gradients that wait for theirs (``lends``).
+    """
+    beside = activation_bytes + 2 * largest_bytes + 4 * UNIT_BYTES
+    if lends:
+        beside += lent_gradient_bytes(activation_bytes, budget.arena_bytes(beside))
+    return beside
+
+
 def fit_activations(
     boundary: StepBoundary,
     planner: Planner,
@@ -64,12 +98,7 @@ def fit_activations(
     if activation_bytes is None:
         return
     largest = boundary.largest_parameter_bytes
-    # Beside activations: a gradient on its way into its pages, the staged copies of a unit of the update, and
-    # gradients that wait for theirs.
-    beside = activation_bytes + 2 * largest + 4 * UNIT_BYTES
-    if lends:
-        beside += lent_gradient_bytes(activation_bytes, budget.arena_bytes(beside))
-    target = budget.arena_bytes(beside)
+    target = budget.arena_bytes(_beside(activation_bytes, largest, budget, lends=lends))
     need, _ = planner.largest_tick()
     streaming = max(need, _STREAMING_TENSORS * largest)
     boundary.fit_arena(target, least_bytes=_home_bytes(table, arena) + streaming)

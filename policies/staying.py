@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "UPDATE_TENSORS",
     "ArenaShares",
     "belady",
     "is_worth_lending",
@@ -30,6 +31,8 @@ __all__ = [
     "room_for_staying",
     "share_arena",
     "spread",
+    "usually_wired_bytes",
+    "wired_bytes",
 ]
 
 BoolArray = npt.NDArray[np.bool_]
@@ -51,6 +54,10 @@ _MAX_SLOT_BYTES = 384 * 2**20
 MAX_SLOTS = 4
 
 
+# What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into slices: the
+# tensor, its gradient, two states; and a share of the arena, so that something is on its way.
+UPDATE_TENSORS = 4
+_STREAMING_SHARE = 16
 # Of what activations take, and of the arena: gradients that wait for their states beside the backward.
 _LENT_OF_ACTIVATIONS = 16
 _LENT_SHARE = 8
@@ -87,6 +94,28 @@ def share_arena(
         return ArenaShares(0, 0)
     slot_bytes = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least_slot_bytes) // page_size * page_size
     return ArenaShares(ring_bytes // slot_bytes, slot_bytes)
+
+
+def usually_wired_bytes(arena_bytes: int, largest_bytes: int) -> int:
+    """Of the arena, what may be the only home of parameters while streaming runs ahead: about half. ``largest_bytes``:
+    of a tensor of the training state.
+    """
+    return max(min(arena_bytes // 2 - largest_bytes, arena_bytes - UPDATE_TENSORS * largest_bytes), 0)
+
+
+def wired_bytes(
+    arena_bytes: int, page_size: int, *, total_bytes: int, largest_bytes: int, host_bytes: int, wires: bool
+) -> int:
+    """Of the arena, what is to be the only home of parameters where not everything fits it.
+
+    ``total_bytes`` of training state, ``host_bytes`` of them in host memory. Where that holds less than the rest: as
+    much more as is lacking, up to what streaming needs, also if the device is no home else (``wires``).
+    """
+    usual = usually_wired_bytes(arena_bytes, largest_bytes) if wires else 0
+    lacking = total_bytes - usual - host_bytes
+    num_slots, slot_bytes = share_arena(arena_bytes, page_size, least_slot_bytes=page_size)
+    needed = max(UPDATE_TENSORS * largest_bytes, arena_bytes // _STREAMING_SHARE) + num_slots * slot_bytes
+    return max(usual, min(usual + lacking, arena_bytes - needed))
 
 
 def lent_gradient_bytes(activation_bytes: int, arena_bytes: int) -> int:

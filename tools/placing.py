@@ -12,21 +12,52 @@ import numpy.typing as npt
 
 from pager.graph.arena_walk import DeviceShares, Placement
 from pager.policies.placement import Home, place
-from pager.policies.staying import belady, is_worth_lending, lent_gradient_bytes, room_for_staying, spread
+from pager.policies.staying import (
+    belady,
+    is_worth_lending,
+    lent_gradient_bytes,
+    room_for_staying,
+    spread,
+    usually_wired_bytes,
+    wired_bytes,
+)
 from pager.policies.update_split import Diffusion, cpu_part
 from pager.tools.captured import CapturedModel
 
 if TYPE_CHECKING:
     from pager.tools.prediction import Wanted
 
-__all__ = ["UPDATE_TENSORS", "Placing"]
+__all__ = ["Placing", "bytes_to_wire"]
 
-# As `pager.homes`: what is not wired must hold the update of the largest tensor; a parameter that streams crosses the
-# link four times, a gradient or a state twice.
-UPDATE_TENSORS = 4
+# As `pager.homes`: a parameter that streams crosses the link four times, a gradient or a state twice.
 _CROSSINGS = (4, 2, 2)
 # As `pager.bill`: parameters are wired with updates on the CPU only where they fill so much of the budget.
 _WIRED_SHARE = 0.75
+
+
+# An fp32 moment, or what a parameter has most of.
+_LARGEST_ELEMENT = 4
+
+
+def bytes_to_wire(captured: CapturedModel, wanted: Wanted, *, first_arena: int, arena: int) -> int:
+    """What is the only home of parameters of an arena that does not hold the training state. ``first_arena``: what it
+    has before activations are known, which is not asked for where host memory holds the rest.
+    """
+    step = captured.step
+    weight_bytes = step.num_parameters * step.size.weight
+    below = step.size.state + (step.size.gradient if wanted.update_at == "step" else 0)
+    total = weight_bytes + int(step.num_elements[step.gradient_tick >= 0].sum()) * below
+    largest = int(step.num_elements.max()) * max(step.size.weight, _LARGEST_ELEMENT)
+    lacks_room = total > usually_wired_bytes(first_arena, largest) + wanted.host_bytes
+    wired = wired_bytes(
+        max(first_arena, arena) if lacks_room else first_arena,
+        captured.page_size,
+        total_bytes=total,
+        largest_bytes=largest,
+        host_bytes=wanted.host_bytes,
+        wires=wanted.update_on == "device" or weight_bytes > wanted.budget_bytes * _WIRED_SHARE,
+    )
+    return min(wired, weight_bytes)
 
 
 class Placing:
@@ -46,12 +77,8 @@ class Placing:
         room = room_for_staying(arena, shares.ring_bytes, largest)
         all_stay = int(weights.sum()) <= room
         self.stays = np.full(count, all_stay)
-        may_wire = wanted.update_on == "device" or int(weights.sum()) > wanted.budget_bytes * _WIRED_SHARE
-        self.wired = np.zeros(count, bool)
-        if not all_stay and may_wire:
-            spare = max(min(arena // 2 - largest, arena - UPDATE_TENSORS * largest), 0)
-            self.wired = self._take(weights, spare, wanted.weights)
-            self.stays = self.wired.copy()
+        self.wired = self._take(weights, shares.wired_bytes, wanted.weights)
+        self.stays |= self.wired
         self.keeps_states = np.zeros(count, bool)
         if all_stay and wanted.update_at == "backward":
             states = np.where(self.trained, self.elements * step.size.state, 0)

@@ -60,8 +60,8 @@ def make_plan_of(captured: CapturedModel, prediction: Prediction) -> Plan:
     from pager.graph.plan import Predicted, make_plan
 
     specs, trace = captured.plan_segments()
-    size, shares = captured.step.size, prediction.shares
-    unit = shares.slot_bytes // (size.gradient + size.state) if shares is not None and shares.num_slots else 0
+    staged, shares = captured.step.size.staged(prediction.wanted.update_at), prediction.shares
+    unit = shares.slot_bytes // staged if shares is not None and shares.num_slots else 0
     trace = trace.with_update(captured.update_rows(specs, unit))
     result = prediction.step
     plan = make_plan(

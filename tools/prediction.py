@@ -21,12 +21,12 @@ from pager.graph.simulate import SimulatedStep, simulate
 from pager.optim.adopted import UNIT_BYTES
 from pager.policies.placement import PlacementError
 from pager.policies.protocol import make_eviction_policy
-from pager.policies.staying import lent_gradient_bytes, share_arena, spread
+from pager.policies.staying import UPDATE_TENSORS, lent_gradient_bytes, share_arena, spread
 from pager.policies.update_split import LEAD
 from pager.tools.captured import CapturedModel
 from pager.tools.cpu_part import CpuPart
 from pager.tools.machine import Machine
-from pager.tools.placing import UPDATE_TENSORS, Placing
+from pager.tools.placing import Placing, bytes_to_wire
 from pager.units import format_bytes
 
 __all__ = ["Prediction", "Wanted", "predict"]
@@ -158,14 +158,16 @@ def predict(
         beside += lent_gradient_bytes(captured.activation_bytes, max(budget.arena_bytes(beside), 0))
     arena = max(budget.arena_bytes(beside), 0)
     known["arena_bytes"] = arena
-    least_slot = captured.page_size // step.size.gradient * (step.size.gradient + step.size.state)
+    least_slot = captured.page_size // step.size.gradient * step.size.staged(wanted.update_at)
+    wired = bytes_to_wire(captured, wanted, first_arena=max(budget.arena_bytes(None), 0), arena=arena)
     num_slots, slot_bytes = share_arena(
         arena,
         captured.page_size,
         least_slot_bytes=least_slot,
         activation_bytes=0 if wanted.simulated else captured.activation_bytes,
+        wired_bytes=wired,
     )
-    shares = DeviceShares(arena_bytes=arena, num_slots=num_slots, slot_bytes=slot_bytes)
+    shares = DeviceShares(arena_bytes=arena, num_slots=num_slots, slot_bytes=slot_bytes, wired_bytes=wired)
     known["shares"] = shares
     if not num_slots or arena < UPDATE_TENSORS * largest:
         return Prediction(

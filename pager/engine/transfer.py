@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from pager.tiers.device_arena import merge_fence
 from pager.tiers.disk_probe import DEFAULT_DEPTH, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pager.address_space import Segment
     from pager.device.base import Device, Event, Stream
@@ -44,6 +44,16 @@ if TYPE_CHECKING:
 
 # One copy of 16 MiB reaches 54.6 of 55.1 GB/s (DESIGN, section 5); larger ones only delay the first event.
 EXTENT_BYTES = 16 * 2**20
+_NO_EVENTS: Fence = {}
+
+
+class _Sent(NamedTuple):
+    """A tensor that is read until ``event``; its memory is torch's, and used again on the stream ``owner``."""
+
+    event: Event
+    owner: Stream
+    source: torch.Tensor
+    num_bytes: int
 
 
 class Transfers:
@@ -73,7 +83,8 @@ class Transfers:
         self._lock = threading.Lock()
         self._home_written: dict[int, Fence] = {}
         self._home_read: dict[int, Fence] = {}
-        self._sent: deque[tuple[Event, torch.Tensor]] = deque()
+        self._sent: deque[_Sent] = deque()
+        self._sent_bytes = 0
         self._disk: DiskTransfers | None = None
         if disk is not None:
             self._disk = DiskTransfers(
@@ -133,7 +144,7 @@ class Transfers:
                     assert self._disk is not None
                     jobs.append(self._disk.begin_page_in(run, frame, urgent=urgent, then=then))
             self._page_in_from_host(
-                [run for run, (home, _) in zip(runs, homes, strict=True) if home == Home.HOST],
+                [(run, frame) for run, (home, frame) in zip(runs, homes, strict=True) if home == Home.HOST],
                 stream or self._device.h2d,
             )
             done = True
@@ -149,32 +160,37 @@ class Transfers:
         self._disk.join(job, stalls=stalls)
 
     @whole
-    def _page_in_from_host(self, runs: Sequence[Run], stream: Stream) -> None:
-        """The copies and the event that tells of them are one act for a signal's handler."""
-        if not runs:
+    def _page_in_from_host(self, found: Sequence[tuple[Run, int]], stream: Stream) -> None:
+        """Runs, each with the first frame of its home. The copies and the event that tells of them are one act for a
+        signal's handler.
+        """
+        if not found:
             return
         before: Fence = {}
-        for run in runs:
+        for run, _ in found:
             merge_fence(before, run.fence)
-            merge_fence(before, self._home_written.get(run.segment.index, {}))
+            merge_fence(before, self._home_written.get(run.segment.index, _NO_EVENTS))
         for event in before.values():
             stream.wait(event)
-        for run in runs:
+        for run, home_frame in found:
             # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
-            source, reads = self._host_side(self._home(run)[1], run.num_bytes)
-            target, writes = self._device_side(run.frame, run.num_bytes)
+            num_bytes = run.num_bytes
+            source, reads = self._host_side(home_frame, num_bytes)
+            target, writes = self._device_side(run.frame, num_bytes)
             stream.copy(target, source, reads=reads, writes=writes)
         ready = stream.record()
-        for run in runs:
+        for run, _ in found:
             run.ready = ready
-            self._note(self._home_read, run.segment, ready)
+        self._note(self._home_read, [run.segment for run, _ in found], ready)
 
-    def _note(self, events: dict[int, Fence], segment: Segment, event: Event) -> None:
-        """One more access to a home. What another thread noted meanwhile, of other pages on another stream, stays."""
+    def _note(self, events: dict[int, Fence], segments: Iterable[Segment], event: Event) -> None:
+        """One more access to homes. What another thread noted meanwhile, of other pages on another stream, stays."""
+        newest = {event.stream.index: event}
         with self._lock:
-            fence = dict(events.get(segment.index, {}))
-            merge_fence(fence, {event.stream.index: event})
-            events[segment.index] = fence
+            for segment in segments:
+                fence = dict(events.get(segment.index, _NO_EVENTS))
+                merge_fence(fence, newest)
+                events[segment.index] = fence
 
     # -- device -> home ----------------------------------------------------------------------------
 
@@ -195,7 +211,8 @@ class Transfers:
 
         A copy and the event that tells of it are one act for a signal's handler.
         """
-        if stream is None or any(self._home(run)[0] != Home.HOST for run in runs):
+        homes = [self._home(run) for run in runs]
+        if stream is None or any(home != Home.HOST for home, _ in homes):
             stream = self._device.d2h
         before: Fence = {}
         for run in runs:
@@ -203,29 +220,28 @@ class Transfers:
             merge_fence(before, self._home_accesses(run.segment))
         for event in before.values():
             stream.wait(event)
-        num_bytes = 0
-        at_home: list[Run] = []
-        for run in runs:
-            num_bytes += run.num_bytes
-            home, home_frame = self._home(run)
+        total = 0
+        at_home: list[Segment] = []
+        for run, (home, home_frame) in zip(runs, homes, strict=True):
+            num_bytes = run.num_bytes
+            total += num_bytes
             if home == Home.HOST:
-                source, reads = self._device_side(run.frame, run.num_bytes)
-                target, writes = self._host_side(home_frame, run.num_bytes)
+                source, reads = self._device_side(run.frame, num_bytes)
+                target, writes = self._host_side(home_frame, num_bytes)
                 stream.copy(target, source, reads=reads, writes=writes)
-                at_home.append(run)
+                at_home.append(run.segment)
             else:
                 assert self._disk is not None
                 self._disk.page_out(run, home_frame, stalls=stalls, must=must)
         event = stream.record()
-        for run in at_home:
-            self._note(self._home_written, run.segment, event)
-        self._counters.add(page_out_bytes=num_bytes)
+        self._note(self._home_written, at_home, event)
+        self._counters.add(page_out_bytes=total)
         return event
 
     def _home_accesses(self, segment: Segment) -> Fence:
         """The last copies from and to a home in host memory: who writes it waits for them."""
-        fence = dict(self._home_written.get(segment.index, {}))
-        merge_fence(fence, self._home_read.get(segment.index, {}))
+        fence = dict(self._home_written.get(segment.index, _NO_EVENTS))
+        merge_fence(fence, self._home_read.get(segment.index, _NO_EVENTS))
         return fence
 
     # -- the host's own access to homes ------------------------------------------------------------
@@ -248,13 +264,16 @@ class Transfers:
         """The segment's home in host memory as uint8, without waiting for anything: see :meth:`home_bytes`."""
         return self._host.view(int(self._table.home_frame[segment.first_page]), segment.num_bytes)
 
-    def send_home(self, segment: Segment, source: torch.Tensor) -> None:
+    def send_home(self, segment: Segment, source: torch.Tensor, *, at_most_bytes: int) -> None:
         """Enqueue the copy of ``source``, a dense tensor on the device that is no frame of ours, into the segment's
         home in host memory, behind what is on the current stream. ``source`` is kept alive as long as needed.
+
+        Where more than ``at_most_bytes`` are kept so, the streams that made the oldest wait for their copies: the host
+        may be far ahead of the device, and back-pressure takes less memory than storage.
         """
         self.forget_sent()
-        d2h = self._device.d2h
-        d2h.wait(self._device.current_stream().record())
+        d2h, owner = self._device.d2h, self._device.current_stream()
+        d2h.wait(owner.record())
         for before in self._home_accesses(segment).values():
             d2h.wait(before)
         raw = torch.empty(0, dtype=torch.uint8, device=source.device)
@@ -265,13 +284,21 @@ class Transfers:
         d2h.copy(target, raw, reads=None, writes=writes)
         self._counters.add(page_out_bytes=segment.num_bytes)
         event = d2h.record()
-        self._note(self._home_written, segment, event)
-        self._sent.append((event, source))
+        self._note(self._home_written, [segment], event)
+        self._sent.append(_Sent(event, owner, source, segment.num_bytes))
+        self._sent_bytes += segment.num_bytes
+        while len(self._sent) > 1 and self._sent_bytes > at_most_bytes:
+            oldest = self._sent[0]
+            oldest.owner.wait(oldest.event, timed=True)
+            self._forget_oldest_sent()
 
     def forget_sent(self) -> None:
         """Let go of sources whose copies are over."""
-        while self._sent and self._sent[0][0].query():
-            self._sent.popleft()
+        while self._sent and self._sent[0].event.query():
+            self._forget_oldest_sent()
+
+    def _forget_oldest_sent(self) -> None:
+        self._sent_bytes -= self._sent.popleft().num_bytes
 
     def send_to_device(self, run: Run) -> Event:
         """Enqueue the copy of a home that the host has written into a run on the device; the event after which the run
@@ -287,7 +314,7 @@ class Transfers:
         h2d.copy(target, source, reads=reads, writes=writes)
         self._counters.add(page_in_bytes=run.num_bytes)
         event = h2d.record()
-        self._note(self._home_read, run.segment, event)
+        self._note(self._home_read, [run.segment], event)
         return event
 
     def read_disk_home(self, segment: Segment) -> torch.Tensor:

@@ -245,9 +245,11 @@ class AdoptedOptimizer:
         return binding.segment.page_size // min(binding.segment.dtype.itemsize, *sizes) * sum(sizes)
 
     def _staged_sizes(self, binding: Binding) -> list[int]:
-        """Bytes per element of what passes through a slot: gradient and states."""
-        gradient = binding.segment if binding.gradient is None else binding.gradient.segment
+        """Bytes per element of what passes through a slot: states, and the gradient unless autograd brings it."""
         states = [state.segment.dtype.itemsize for state in self.paged_states(binding).values()]
+        if self._in_backward is not None and states:
+            return states
+        gradient = binding.segment if binding.gradient is None else binding.gradient.segment
         return [gradient.dtype.itemsize, *states]
 
     def keeps_whole(self, segment: Segment) -> bool:

@@ -78,6 +78,7 @@ class CpuUpdates:
         # What the link leaves of host memory, in elements per second.
         self._rate_beside = 0.0
         self._link_bytes_per_second: float | None = None
+        self._largest_bytes = 0
 
     # -- which -------------------------------------------------------------------------------------
 
@@ -97,6 +98,8 @@ class CpuUpdates:
         those first that are used last.
         """
         total = sum(binding.segment.num_elements for binding, *_ in order)
+        # The arena leaves room for two of the largest gradient: one is made while others are on their way.
+        self._largest_bytes = max((binding.segment.num_bytes for binding, *_ in order), default=0)
         self.rates.end_step(total)
         self._gradient_homes.renew()
         entries = [
@@ -262,7 +265,7 @@ class CpuUpdates:
             if gradient is None:
                 engine.flush([slot.segment])
             else:
-                engine.transfers.send_home(slot.segment, gradient)
+                engine.transfers.send_home(slot.segment, gradient, at_most_bytes=self._largest_bytes)
             low_is_valid = adopted.masters.are_valid(binding)
             job = Job(self, binding, states, leaving, low_is_valid=low_is_valid, keeps_gradient=is_kept)
             num_elements = binding.segment.num_elements

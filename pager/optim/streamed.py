@@ -124,9 +124,15 @@ class StreamedUnit:
         at_home = int(engine.table.home[slot.segment.first_page]) != Home.DEVICE
         self._stages_gradient = at_home and not self._brings_gradient and not engine.runs_over(*gradient)
         ranges = self._ranges(adopted)
-        if sum(wanted.num_pages for wanted in ranges) * slot.segment.page_size > engine.staging.slot_bytes:
+        room = engine.staging.slot_bytes // slot.segment.page_size
+        excess = sum(wanted.num_pages for wanted in ranges) - room
+        if excess > 0 and self._stages_gradient:
+            # It waited under accumulate(), and slots inside backward are made for states.
+            self._stages_gradient = False
+            excess -= ranges.pop().num_pages
+        if excess > 0:
             # Memory was short since the step was made, and the slots are gone, or smaller.
-            self._keys, self._stages_gradient = [], False
+            self._keys = []
             return []
         return ranges
 

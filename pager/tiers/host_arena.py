@@ -32,6 +32,7 @@ from pager.errors import PagerClosed, PagerInternalError, TierError, TierFull
 from pager.interrupts import whole
 from pager.tiers.base import check_host_bytes
 from pager.tiers.ranges import FrameRanges
+from pager.tiers.views import Views
 from pager.units import format_bytes
 
 logger = logging.getLogger("pager.tiers.host_arena")
@@ -89,6 +90,7 @@ class HostArena:
         self._lock = threading.Lock()
         self._ranges = FrameRanges()
         self._pieces: dict[int, _Piece] = {}
+        self._views = Views()
         self._reserving_bytes = 0
         self._is_closed = False
         self._has_warned = False
@@ -207,6 +209,7 @@ class HostArena:
         with self._lock:
             self._check_open()
             pieces = [self._pieces.pop(begin) for begin in self._ranges.free_pieces()]
+            self._views.clear()
             for piece in pieces:
                 self._ranges.remove(piece.begin)
         for piece in pieces:
@@ -236,6 +239,7 @@ class HostArena:
         """Take the free frames of a piece out of it; their bytes."""
         with self._lock:
             whole_piece = self._pieces.pop(begin)
+            self._views.clear()
             pieces = []
             for first, end in self._ranges.cut_holes(begin):
                 at = (first - whole_piece.begin) * self.page_size
@@ -288,6 +292,9 @@ class HostArena:
 
     def view(self, first_frame: int, num_bytes: int) -> torch.Tensor:
         """``num_bytes`` from ``first_frame`` on: a uint8 1-D tensor aliasing the arena, also after close."""
+        view = self._views.get((first_frame, num_bytes))
+        if view is not None:
+            return view
         with self._lock:
             self._check_open()
             found = self._ranges.piece_of(first_frame)
@@ -300,8 +307,8 @@ class HostArena:
                     f"host: {num_bytes} bytes from frame {first_frame} on are not in one piece"
                 )
             piece = self._pieces[found[0]]
-        offset = (first_frame - piece.begin) * self.page_size
-        return piece.memory[offset : offset + num_bytes]
+            offset = (first_frame - piece.begin) * self.page_size
+            return self._views.keep(first_frame, num_bytes, piece.memory[offset : offset + num_bytes])
 
     def read(self, first_frame: int, out: torch.Tensor) -> int:
         """Copy from the frames into ``out`` (contiguous 1-D uint8 on the CPU) on the calling thread; its bytes."""
@@ -319,6 +326,7 @@ class HostArena:
         """Unlock everything and let go of it. Views still alive keep their piece mapped. Idempotent."""
         with self._lock:
             self._is_closed = True
+            self._views.clear()
             pieces, self._pieces = list(self._pieces.values()), {}
             self._ranges = FrameRanges()
         for piece in pieces:

@@ -69,6 +69,28 @@ def test_under_pressure_only_parameters_are_wired_up_to_half_the_arena() -> None
     assert tiers == {"device": 7, "host": 57, "disk": 0}
 
 
+@pytest.mark.parametrize(
+    ("host", "wires", "tiers"),
+    [
+        (57, True, {"device": 7, "host": 57, "disk": 0}),
+        (56, True, {"device": 8, "host": 56, "disk": 0}),
+        # A quarter of the arena for the update of the largest, a sixth for slots.
+        (54, True, {"device": 9, "host": 54, "disk": 1}),
+        (40, True, {"device": 9, "host": 40, "disk": 15}),
+        (64, False, {"device": 0, "host": 64, "disk": 0}),
+        (60, False, {"device": 4, "host": 60, "disk": 0}),
+    ],
+)
+def test_where_the_host_lacks_room_streaming_gets_no_more_than_it_needs(
+    disk: DiskFile, host: int, wires: bool, tiers: dict[str, int]
+) -> None:
+    homes, wanted = make_homes(0, disk), make_wanted(16)
+    known = {"arena_bytes": 16 * MIB, "host_bytes": host * MIB}
+    homes.plan(wanted, **known, disk_bytes=64 * MIB, wires=wires)
+    assert {tier: num_bytes // MIB for tier, num_bytes in homes.report(wanted).items()} == tiers
+    assert homes.lacks_room(wanted, **known) == (host < 57)
+
+
 def test_where_the_largest_takes_it_all_nothing_is_wired() -> None:
     wanted = make_wanted(4)
     assert plan(make_homes(0), wanted, arena=2 * MIB, host=64 * MIB)["device"] == 0

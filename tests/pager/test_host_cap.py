@@ -83,6 +83,27 @@ def test_above_the_high_watermark_the_pageable_part_is_given_back(
     assert len(lines) == gives
 
 
+def test_the_heap_is_trimmed_as_often_as_it_has_grown_over_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, used=96 * MIB)
+    trimmed: list[int] = []
+
+    def trim() -> None:
+        trimmed.append(machine.used)
+        machine.used = min(machine.used, 98 * MIB)
+
+    monkeypatch.setattr(host_cap, "_trim_heap", trim)
+    cap, homes = make_cap(machine, 100 * MIB, pageable=10 * MIB)
+    for used in (96, 99, 101, 103, 103, 200, 98):
+        machine.used = used * MIB
+        cap.look_at_heap()
+    assert trimmed == [99 * MIB, 103 * MIB, 103 * MIB, 200 * MIB]
+    assert homes.pageable == 10 * MIB
+    cap.look()
+    assert homes.pageable == 0, "what else can be given back has not been tried"
+
+
 def test_when_other_processes_eat_the_memory_it_is_given_back_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

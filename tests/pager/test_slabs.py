@@ -1,61 +1,51 @@
-"""The arena once activations are known: what is left to it, and to what stands beside it."""
+"""What the arena may take, before anything is placed."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pytest
+import torch
+from torch import nn
 
-from pager import slabs
+from pager.config import Config
+from pager.model_checks import sort_parameters
 from pager.optim.adopted import UNIT_BYTES
-from pager.page_table import Home
-from pager.policies.staying import lent_gradient_bytes
+from pager.slabs import known_arena_bytes
 
-MIB = 2**20
-LEFT = 4096 * MIB
-LARGEST = 100 * MIB
+BATCH, WIDTH = 4096, 256
+LEFT = 2**30
 
 
-class Boundary:
-    """Notes what the arena is to be."""
+class Budget:
+    """Leaves what activations do not take."""
 
-    largest_parameter_bytes = LARGEST
-
-    def __init__(self) -> None:
-        self.fits: list[tuple[int, int]] = []
-
-    def fit_arena(self, target_bytes: int, *, least_bytes: int) -> None:
-        """As `StepBoundary.fit_arena`."""
-        self.fits.append((target_bytes, least_bytes))
+    def arena_bytes(self, activation_bytes: int | None) -> int:
+        return LEFT - (activation_bytes or 0)
 
 
-def fit(activation_bytes: int | None, *, lends: bool, need: int = 0) -> list[tuple[int, int]]:
-    boundary: Any = Boundary()
-    planner: Any = SimpleNamespace(
-        peak_activation_bytes=activation_bytes, largest_tick=lambda: (need, ["weight"])
+def known(inputs: Any, *, is_simulated: bool = False) -> int:
+    """For three layers on a device that is a CPU by another name."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    config = Config(example_inputs=inputs, page_size="16KiB")
+    device: Any = SimpleNamespace(is_simulated=is_simulated, torch_device=torch.device("cpu"))
+    budget: Any = Budget()
+    return known_arena_bytes(model, sort_parameters(model, config.page_bytes), config, budget, device)
+
+
+def test_it_leaves_what_a_step_without_data_takes() -> None:
+    found = known((torch.zeros(BATCH, WIDTH),))
+    assert found % 2**14 == 0
+    output = BATCH * WIDTH * 4
+    activations = LEFT - found - 4 * UNIT_BYTES - 2 * WIDTH * WIDTH * 4
+    assert 3 * output <= activations <= 6 * output, (
+        "three layers keep one for backward, and one or two are in use"
     )
-    table: Any = SimpleNamespace(home=np.array([Home.DEVICE, Home.HOST, Home.DEVICE]), num_pages=2)
-    budget: Any = SimpleNamespace(arena_bytes=lambda beside: LEFT - beside)
-    slabs.fit_activations(boundary, planner, table, SimpleNamespace(page_size=MIB), budget, lends=lends)  # type: ignore[arg-type]
-    return list(boundary.fits)
+    assert known({"input": torch.zeros(BATCH, WIDTH)}) == found
+    assert known((torch.zeros(2 * BATCH, WIDTH),)) < found
 
 
-def test_without_activations_nothing_is_known() -> None:
-    assert fit(None, lends=True) == []
-
-
-@pytest.mark.parametrize("lends", [False, True])
-def test_what_activations_gradients_and_units_take_is_not_the_arenas(lends: bool) -> None:
-    """One page has its home on the device; four of the largest tensor are the least to stream at all."""
-    activations = 1024 * MIB
-    beside = activations + 2 * LARGEST + 4 * UNIT_BYTES
-    lent = lent_gradient_bytes(activations, LEFT - beside) if lends else 0
-    assert (lent > 0) == lends
-    assert fit(activations, lends=lends) == [(LEFT - beside - lent, MIB + 4 * LARGEST)]
-
-
-def test_the_hungriest_operation_has_room() -> None:
-    ((_, least),) = fit(0, lends=False, need=999 * MIB)
-    assert least == MIB + 999 * MIB
+def test_where_none_can_be_run_nothing_is_known() -> None:
+    assert known(None) == 0
+    assert known((torch.zeros(BATCH, WIDTH + 1),)) == 0
+    assert known((torch.zeros(BATCH, WIDTH),), is_simulated=True) == 0

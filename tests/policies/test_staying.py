@@ -14,6 +14,8 @@ from pager.policies.staying import (
     room_for_staying,
     share_arena,
     spread,
+    usually_wired_bytes,
+    wired_bytes,
 )
 
 SIZES = st.lists(st.integers(0, 50), max_size=30)
@@ -119,3 +121,34 @@ def test_few_gradients_are_not_worth_lending() -> None:
     assert is_worth_lending(25, 100)
     assert not is_worth_lending(26, 100)
     assert not is_worth_lending(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "wires", "wired"),
+    [
+        (60, True, 7),
+        (57, True, 7),
+        (56, True, 8),
+        # What streaming needs: four of the largest, and the slots' sixth.
+        (54, True, 9),
+        (0, True, 9),
+        (64, False, 0),
+        (60, False, 4),
+        (0, False, 9),
+    ],
+)
+def test_what_host_memory_lacks_is_wired_up_to_what_streaming_needs(
+    host: int, wires: bool, wired: int
+) -> None:
+    mib = 2**20
+    found = wired_bytes(
+        16 * mib, 2**14, total_bytes=64 * mib, largest_bytes=mib, host_bytes=host * mib, wires=wires
+    )
+    assert found // mib == wired
+    assert usually_wired_bytes(16 * mib, mib) == 7 * mib
+
+
+def test_a_small_arena_is_nobodys_only_home() -> None:
+    assert usually_wired_bytes(4 * 2**20, 2**20) == 0
+    known = {"total_bytes": 2**30, "largest_bytes": 2**20, "host_bytes": 0}
+    assert wired_bytes(4 * 2**20, 2**14, wires=True, **known) == 0

@@ -524,7 +524,7 @@ def send_home_what_is_being_made(skip: Skip, folder: Path) -> None:
 
     rig, values = make_filled([PAGE], arena_frames=1, skip_wait=spy)
     gradient = torch.from_numpy(~values[0])
-    rig.transfers.send_home(rig.segments[0], gradient)
+    rig.transfers.send_home(rig.segments[0], gradient, at_most_bytes=PAGE)
     home = rig.transfers.home_bytes(rig.segments[0], write=False)
     assert home is not None
     check_bytes(home.numpy().copy(), ~values[0], "sent home")
@@ -538,9 +538,21 @@ def send_home_over_a_page_in(skip: Skip, folder: Path) -> None:
     rig, values = make_filled([PAGE], arena_frames=1, skip_wait=skip)
     assert rig.prefetch(0)
     gradient = torch.from_numpy(~values[0])
-    rig.transfers.send_home(rig.segments[0], gradient)
+    rig.transfers.send_home(rig.segments[0], gradient, at_most_bytes=PAGE)
     check_bytes(rig.read(0), values[0], "paged in before")
     rig.close()
+
+
+def send_home_more_than_may_be_kept(skip: Skip, folder: Path) -> None:
+    """The memory of the oldest gradient is the allocator's again: the compute waits for the copy that reads it."""
+    rig, values = make_filled([PAGE] * 2, arena_frames=2, skip_wait=skip)
+    for segment, value in zip(rig.segments, values, strict=True):
+        rig.transfers.send_home(segment, torch.from_numpy(~value), at_most_bytes=PAGE)
+    try:
+        for index, value in enumerate(values):
+            check_bytes(rig.home_value(index), ~value, "sent home")
+    finally:
+        rig.close()
 
 
 def train_inside_backward(skip: Skip, folder: Path) -> None:

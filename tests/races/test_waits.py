@@ -25,6 +25,7 @@ CONTROLS: list[tuple[str, str | None, Scenario]] = [
     ("engine/staging.py:Staging._begin_use:wait", None, scenarios.train_through_staging),
     ("engine/transfer.py:Transfers.send_home:wait#1", None, scenarios.send_home_what_is_being_made),
     ("engine/transfer.py:Transfers.send_home:wait#2", None, scenarios.send_home_over_a_page_in),
+    ("engine/transfer.py:Transfers.send_home:wait#3", None, scenarios.send_home_more_than_may_be_kept),
     ("engine/reclaim.py:Reclaimer.write_back:wait", None, scenarios.write_through_a_view_after_a_write_back),
     ("engine/transfer.py:Transfers._page_in_from_host:wait", None, scenarios.page_in_over_a_page_out),
     ("engine/transfer.py:Transfers._page_in_from_host:wait", None, scenarios.train_over_host),

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pager.errors import TierIOError
 from pager.tiers import disk_probe
 from pager.tiers.disk_file import DiskFile
-from pager.tiers.disk_probe import DEFAULT_DEPTH, DEPTHS, measure_rate, measured_shape, shape_of
+from pager.tiers.disk_probe import (
+    DEFAULT_DEPTH,
+    DEPTHS,
+    EXTENT_BYTES,
+    measure_rate,
+    measure_sustained_rate,
+    measured_shape,
+    shape_of,
+)
 
 PAGE = 128 * 2**10
 FRAMES = 16 * 2**20 // PAGE
@@ -60,6 +70,30 @@ def test_the_measurement_gives_its_frames_back(tmp_path: Path) -> None:
     file.close()
 
 
+def test_the_sustained_rate_moves_all_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = DiskFile(tmp_path, PAGE, FRAMES)
+    used = file.allocate(1)
+    done: list[tuple[str, int]] = []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(frame: int, data: object) -> None:
+            done.append((name, frame))
+            call(frame, data)
+
+        return note
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(file, name, noting(name, getattr(file, name)))
+    assert measure_sustained_rate(file, 2) > 0
+    extents = (FRAMES - 1) // (EXTENT_BYTES // PAGE)
+    assert [sum(kind == name for kind, _ in done) for name in ("write", "read")] == [2 * extents, extents]
+    assert len({frame for _, frame in done}) == extents
+    assert {name for name, _ in done[:extents]} == {"write"}, "all is written before it is timed"
+    assert used not in {frame for _, frame in done}
+    assert file.used_bytes == PAGE
+    file.close()
+
+
 def test_a_disk_that_fails_is_not_a_failure_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = DiskFile(tmp_path, PAGE, FRAMES)
 
@@ -67,6 +101,6 @@ def test_a_disk_that_fails_is_not_a_failure_yet(tmp_path: Path, monkeypatch: pyt
         raise TierIOError(errno.EIO, "no", "disk")
 
     monkeypatch.setattr(file, "write", refuse)
-    assert measure_rate(file, 1, seconds=0.01) == 0.0
+    assert measure_rate(file, 1, seconds=0.01) == measure_sustained_rate(file, 1) == 0.0
     assert file.used_bytes == 0
     file.close()

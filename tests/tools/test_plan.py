@@ -54,9 +54,9 @@ def test_plan_prints_the_table_the_figures_and_a_verdict(capsys: pytest.CaptureF
         "Far beyond 18.93 MiB",
     ):
         assert text in out
-    assert re.search(r"^  1/2 of the state +40.00 MiB +28.8% +64.6% +62.3%$", out, re.MULTILINE)
+    assert re.search(r"^  1/2 of the state +40.00 MiB +29.0% +64.6% +62.3%$", out, re.MULTILINE)
     assert re.search(r"^  all of the state +80.00 MiB +0.0% +0.0% +0.0%$", out, re.MULTILINE)
-    assert re.search(r"^  10% of the step, 21 ticks +\S+ MiB +\S+ MiB$", out, re.MULTILINE)
+    assert re.search(r"^  10% of the step, 19 ticks +\S+ MiB +\S+ MiB$", out, re.MULTILINE)
 
 
 def test_plan_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:

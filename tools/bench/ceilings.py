@@ -14,7 +14,7 @@ from torch import nn
 
 from pager.config import Config
 from pager.device.base import Device, LinkDirection
-from pager.host_limit import host_budget_bytes, host_limit_bytes
+from pager.host_limit import host_budget_bytes, host_limit_bytes, process_bytes
 from pager.tools.bench.job import EPS, StepJob
 from pager.tools.bench.peers import update_states
 from pager.tools.bench.system import make_filled_model
@@ -24,6 +24,9 @@ __all__ = ["measure_ceilings"]
 
 COPY_BYTES = 2**26
 TRIES = 5
+# The disk's rate is taken of as much as may be there, but no more than tells what its own cache hides.
+STATE_BYTES = 12
+MOST_DISK_BYTES = 4 * 2**30
 
 # AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient.
 UPDATE_BYTES = 28
@@ -50,6 +53,8 @@ def measure_ceilings(job: StepJob, device: torch.device, machine: Device) -> lis
     device_rate = _update_rate(big, device)
     machine.release_cached_memory()
     context = machine.process_bytes() - machine.allocator_bytes()
+    computes = list(_compute(job, device, machine))
+    machine.release_cached_memory()
     common = {
         **link,
         "device_update_parameters_per_second": device_rate,
@@ -60,19 +65,21 @@ def measure_ceilings(job: StepJob, device: torch.device, machine: Device) -> lis
         "num_threads": float(torch.get_num_threads()),
         **_disk(job),
     }
-    return [{"batch": batch, **common, **compute} for batch, compute in _compute(job, device, machine)]
+    return [{"batch": batch, **common, **compute} for batch, compute in computes]
 
 
 def _disk(job: StepJob) -> dict[str, float]:
-    """The rate of the job's disk, and the host memory that homes may take before it is needed; nothing without one."""
+    """The rate of the job's disk, and the host memory that homes may take before it is needed: the budget without what
+    this process takes, which has run the model and holds nothing of it; nothing where there is no disk.
+    """
     folder = job.knobs.get("disk")
     if folder is None:
         return {}
-    rates = measure_disk(str(folder)).rates
+    facts = measure_disk(str(folder), sustained_bytes=min(job.num_parameters * STATE_BYTES, MOST_DISK_BYTES))
     budget = host_budget_bytes(job.knobs.get("host_budget", Config().host_budget), host_limit_bytes())
     return {
-        "disk_bytes_per_second": max(rates.values(), default=0.0),
-        "host_budget_bytes": float(budget),
+        "disk_bytes_per_second": facts.sustained_rate or max(facts.rates.values(), default=0.0),
+        "host_budget_bytes": float(max(budget - process_bytes(), 0)),
     }
 
 

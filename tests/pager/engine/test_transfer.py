@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -230,4 +231,24 @@ def test_what_is_known_of_a_homes_copies_does_not_change_under_who_reads_it() ->
     assert before == seen
     assert len(rig.transfers._home_read[segment.index]) == 2
     staging.give_back(unit)
+    rig.close()
+
+
+def test_gradients_on_their_way_home_take_no_more_memory_than_they_may(tmp_path: Path) -> None:
+    """However far the host is ahead of the link: late streams copy nothing before somebody waits for it."""
+    sizes = [PAGE, 2 * PAGE, PAGE, 3 * PAGE, PAGE, PAGE]
+    rig, values = make_rig(Home.HOST, tmp_path, *sizes)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    for segment, value in zip(rig.segments, values, strict=True):
+        gradient = torch.from_numpy(~value)
+        kept.append(weakref.ref(gradient))
+        rig.transfers.send_home(segment, gradient, at_most_bytes=3 * PAGE)
+        del gradient
+        alive.append(sum(size for size, ref in zip(sizes, kept, strict=False) if ref() is not None) // PAGE)
+    assert alive == [1, 3, 3, 3, 1, 2], "all that fit, and the newest in any case"
+    for index, value in enumerate(values):
+        np.testing.assert_array_equal(rig.home_value(index), ~value)
+    rig.transfers.forget_sent()
+    assert not any(ref() is not None for ref in kept)
     rig.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -79,6 +80,42 @@ def test_a_parameter_is_cut_into_units_that_fit_a_slot() -> None:
         assert sum(run.num_pages for run in slot.runs) <= slot.num_frames
         adopted.engine.staging.give_back(unit)
     model.pager.close()
+
+
+def test_slots_inside_backward_are_full_of_states() -> None:
+    """Also where gradients waited at home, under accumulate(): those come through the arena."""
+    plain: Any = make_net()
+    model: Any = make_net()
+    optimizers = [make_adamw(plain), make_adamw(model)]
+    manage(model, optimizers[1], device_budget=BUDGETS[0], checks=CHECKS, update_at="backward")
+    engine = model.pager._runtime.engine
+    staging = engine.staging
+    fetched, fetch = [], staging.fetch
+
+    def spy(holder: Any, ranges: Any) -> bool:
+        num_pages = sum(wanted.num_pages for wanted in ranges)
+        is_full = num_pages * ranges[0].segment.page_size == staging.slot_bytes
+        fetched.append((is_full, [wanted.segment.kind for wanted in ranges]))
+        return bool(fetch(holder, ranges))
+
+    staging.fetch = spy
+    for step in range(4):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            waits = each is model and step % 2
+            with each.pager.accumulate() if waits else contextlib.nullcontext():
+                backward(each, step)
+            if waits:
+                engine.evict_segments([layer.weight._pager.gradient.segment for layer in model.layers])
+            optimizer.step()
+    # Updates of what was accumulated run later: all units of two steps, and of two more inside backward.
+    check_equal(optimizers[0].state_dict(), optimizers[1].state_dict(), "states")
+    assert len(fetched) >= 4 * 3 * NUM_LAYERS
+    assert all(is_full and kinds == ["state", "state"] for is_full, kinds in fetched)
+    for optimizer in optimizers:
+        optimizer.zero_grad()  # used up inside backward, but not by torch
+    model.pager.close()
+    check_equal(values_of(plain), values_of(model), "parameters")
 
 
 def test_what_can_stream() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pager.device.base import make_device
+from pager.host_limit import process_bytes
 from pager.tools.bench import ceilings, child
 from pager.tools.bench.child import MemorySampler
 from pager.tools.bench.job import BETAS, EPS, LR, WEIGHT_DECAY, StepJob
@@ -206,7 +207,12 @@ def test_the_sampler_sees_memory_that_was_touched() -> None:
 
 def test_a_disk_is_a_ceiling_only_where_there_is_one(tmp_path: Path) -> None:
     assert ceilings._disk(make_job()) == {}
-    found = ceilings._disk(make_job(knobs={"disk": str(tmp_path), "host_budget": "1GiB"}))
+    before = process_bytes()
+    found = ceilings._disk(make_job(knobs={"disk": str(tmp_path), "host_budget": "16GiB"}))
     assert found["disk_bytes_per_second"] > 1e6
-    assert found["host_budget_bytes"] == 2**30
+    assert found["host_budget_bytes"] == pytest.approx(2**34 - before, abs=2**28)
+    assert (
+        ceilings._disk(make_job(knobs={"disk": str(tmp_path), "host_budget": "1MiB"}))["host_budget_bytes"]
+        == 0
+    )
     assert not list(tmp_path.iterdir())
