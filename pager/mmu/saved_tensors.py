@@ -83,7 +83,7 @@ class _SavedFrame:
             raise changed_since(f"parameter {self.binding.name}", self.size, found, self.version)
         dtype, size, stride = self.dtype, self.size, self.stride
         segment = self.binding.segment
-        if segment is not self.segment:
+        if segment is not self.segment and self.binding.tensor is self.base:
             if self.is_view:
                 raise RuntimeError(
                     f"backward needs the values that {self.binding.name} had before it was converted from {dtype} "
