@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from pager.graph.access_trace import Phase
+from pager.graph.hook_stack import SavedTensorHooks, top_hooks
 
 T = TypeVar("T")
 
@@ -222,20 +223,9 @@ class TracedView(ViewOfTraced, Tensor):
     """A view of a TracedParameter."""
 
 
-SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-
-_top_hooks: Callable[[bool], SavedTensorHooks | None] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
-
-
 # torch.func switches hooks off.
-can_hook: Callable[[], bool] = (
-    getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
-    if _top_hooks is not None
-    else lambda: False
-)
-"""Whether saved-tensor hooks may be put in force here, and torch can say which are already."""
+can_hook: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+"""Whether saved-tensor hooks may be put in force here."""
 
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -253,8 +243,8 @@ def push_hooks(hooks: SavedTensorHooks, pushed: list[Any]) -> None:
 
 
 def hooks_beneath() -> SavedTensorHooks | None:
-    """The saved-tensor hooks (pack, unpack) in force here; None without any, or where torch cannot say."""
-    return None if _top_hooks is None else _top_hooks(False)
+    """The saved-tensor hooks (pack, unpack) in force here; None without any."""
+    return top_hooks(False)
 
 
 class SavedBeneath:

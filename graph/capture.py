@@ -31,6 +31,7 @@ import functools
 import logging
 import random
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -283,6 +284,15 @@ def _own_saved_tensors() -> Iterator[None]:
         yield
 
 
+def _end_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an exception hold: a checkpoint whose forward raised may be one (torch 2.6), which
+    leaves its saved-tensor hooks in force until then.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 # The fused kernel that a real device has keeps its own choice of weights for backward.
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
@@ -384,6 +394,7 @@ def capture(
                 reason = "; ".join(reasons) or None
                 result = _try_rung(way, reason, model, managed, inputs, where, shared)
         except Exception as error:
+            _end_frames(error)
             errors.append(error)
             cause = error.__cause__ if isinstance(error, ForwardFailed) else error
             reasons.append(f"{way}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}")

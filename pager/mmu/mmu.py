@@ -106,7 +106,7 @@ class Mmu:
                         add_frames(frames, views)
                     push_hooks(saving_frames(frames), pushed)
                     result = func(*args, **kwargs)
-                else:  # torch.func allows no hooks, or shows them wrappers; or torch cannot say which are in force
+                else:  # torch.func allows no hooks, or shows them wrappers
                     result = run_on_views(func, args, kwargs)
                 # Asked here, since this is the way of every operation: nearly none makes a view.
                 if type(result) is not _Tensor or result._is_view() or name in VIEWS_UNSEEN:

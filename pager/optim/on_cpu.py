@@ -23,6 +23,7 @@ The arithmetic is torch's, but not its vector code: see the tolerance in `pager.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from pager.optim.gradient_homes import GradientHomes
     from pager.optim.torn import Torn
 
+# Where torch does not know it (2.6), AdamW's weight decay is decoupled and Adam's is not, whatever a group says.
+_READS_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 _LINK_BYTES = 64 * 2**20
 # An assignment serves until the share has changed by this part of itself.
 _STEADY_SHARE = 0.1
@@ -338,7 +341,7 @@ class CpuUpdates:
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             step=step,
-            decoupled=bool(group.get("decoupled_weight_decay", is_adamw)),
+            decoupled=bool(group.get("decoupled_weight_decay", is_adamw)) if _READS_DECOUPLED else is_adamw,
             maximize=bool(group.get("maximize", False)),
         )
 

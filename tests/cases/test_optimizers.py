@@ -39,13 +39,19 @@ def test_every_optimizer_equals_plain_torch(name: str, made: str) -> None:
     train(case, model, optimizer, range(4, 6))
 
 
+# torch has it since 2.9.
+MUON: Any = getattr(torch.optim, "Muon", None)
+needs_muon = pytest.mark.skipif(MUON is None, reason=f"torch {torch.__version__} has no Muon")
+
+
+@needs_muon
 def test_muon_takes_whole_tensors() -> None:
     def matrices(model: Any) -> list[nn.Parameter]:
         return [p for p in model.parameters() if p.dim() == 2]
 
     def script(model: Any, report: Report) -> None:
         case = models.make_mlp()
-        muon = torch.optim.Muon(matrices(model), lr=0.02)
+        muon = MUON(matrices(model), lr=0.02)
         rest = torch.optim.SGD([p for p in model.parameters() if p.dim() != 2], lr=0.1)
         for step in range(3):
             muon.zero_grad()
@@ -58,7 +64,7 @@ def test_muon_takes_whole_tensors() -> None:
     check_same(lambda: models.make_mlp().model, script)
 
 
-@pytest.mark.parametrize("optimizer_class", [Rms, torch.optim.Muon])
+@pytest.mark.parametrize("optimizer_class", [Rms, pytest.param(MUON, marks=needs_muon)])
 def test_a_warm_up_from_zero_does_not_hide_what_an_optimizer_is(optimizer_class: Callable[..., Any]) -> None:
     """With lr = 0 every optimizer leaves parameters alone, so a probe at that moment could take it for sliceable."""
 
@@ -94,6 +100,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+# torch 2.6 warns of what its own SequentialLR does.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")
 @pytest.mark.parametrize(("name", "tensor_lr"), [*((name, False) for name in SCHEDULERS), ("lambda", True)])
 def test_schedulers_and_two_groups(name: str, tensor_lr: bool) -> None:
     case = models.make_mlp()

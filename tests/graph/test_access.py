@@ -331,9 +331,3 @@ def test_recorder_keeps_no_graph_alive() -> None:
         assert storage() is None
     finally:
         gc.enable()
-
-
-def test_the_private_call_that_finds_the_hooks_beneath_is_there() -> None:
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

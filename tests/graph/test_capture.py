@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pager.graph.access import METADATA, AccessRecorder
+from pager.graph.access import METADATA, AccessRecorder, hooks_beneath
 from pager.graph.access_trace import Phase
 from pager.graph.capture import Capture, capture, run_step
 from pager.graph.twin import REAL_LIMIT_BYTES
@@ -298,6 +299,44 @@ def test_a_model_that_cannot_be_captured_is_left_to_the_first_step(caplog: pytes
     assert "\n" not in reason
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "the first step is recorded" in caplog.text
+
+
+class Suspended(nn.Module):
+    """Fails on meta with hooks in force that end when its frame does, as a checkpoint of torch 2.6 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    @staticmethod
+    def hooks() -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
+            yield
+
+    def forward(self, x: Tensor) -> Tensor:
+        suspended = self.hooks()
+        next(suspended)
+        if self.layer.weight.is_meta:
+            raise RuntimeError("not on meta")
+        suspended.close()  # type: ignore[attr-defined]
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_a_failed_attempt_leaves_no_hooks_in_force() -> None:
+    model = Suspended()
+    managed = {param: index for index, param in enumerate(model.parameters())}
+    gc.collect()
+    gc.disable()
+    try:
+        outer = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed)
+        with outer:
+            found = capture(model, managed, (torch.ones(2, 64),))
+            assert hooks_beneath() == (outer.pack_hook, outer.unpack_hook)
+    finally:
+        gc.enable()
+    assert found.way == "fake"
+    assert hooks_beneath() is None
 
 
 def test_what_cannot_be_copied_is_recorded_too() -> None:

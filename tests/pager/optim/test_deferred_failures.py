@@ -26,7 +26,9 @@ from tests.pager.optim.waiting import (
     weight,
 )
 
-torch_adam: Any = importlib.import_module("torch.optim.adam")
+# In torch 2.6 AdamW has an arithmetic of its own; later it is Adam's.
+NAME = "adam" if issubclass(torch.optim.AdamW, torch.optim.Adam) else "adamw"
+torch_adam: Any = importlib.import_module(f"torch.optim.{NAME}")
 
 
 def trained(steps: int = 3, budget: str = BUDGETS[0]) -> tuple[Any, Any, Any, Any]:
@@ -44,7 +46,7 @@ def trained(steps: int = 3, budget: str = BUDGETS[0]) -> tuple[Any, Any, Any, An
 
 def plant(monkeypatch: pytest.MonkeyPatch, bomb: Bomb, *, after: bool) -> None:
     """AdamW's arithmetic goes off, before or after it has changed its tensors."""
-    function = torch_adam.adam
+    function = getattr(torch_adam, NAME)
 
     def adam(*args: Any, **kwargs: Any) -> Any:
         if not after:
@@ -53,7 +55,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, bomb: Bomb, *, after: bool) -> None:
         if after:
             bomb.tick()
 
-    monkeypatch.setattr(torch_adam, "adam", adam)
+    monkeypatch.setattr(torch_adam, NAME, adam)
 
 
 def finish_and_compare(plain: Any, model: Any, optimizer: Any, managed: Any) -> None:
