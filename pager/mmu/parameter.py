@@ -88,9 +88,11 @@ class PagedTensor(Paged):
 
 def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that touches the elements of the paged tensors, or views of such, that it names."""
-    bindings = [tensor._pager for tensor in collect_tensors(Managed, args, kwargs)]
+    found = collect_tensors(Managed, args, kwargs)
+    # A view may be an ordinary tensor for a moment, in another thread (`ordinary_views`).
+    bindings: list[Any] = [getattr(tensor, "_pager", None) for tensor in found]
     if not bindings or None in bindings:
-        return _access_views(func, args, kwargs)
+        return _access_views(func, args, kwargs, found)
     mmu = bindings[0].mmu
     if len(bindings) > 1:
         if any(binding.mmu is not mmu for binding in bindings):
@@ -101,31 +103,41 @@ def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return mmu.run(bindings, func, args, kwargs)
 
 
-def _access_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation that names views, and perhaps paged tensors too."""
-    found = collect_tensors(Managed, args, kwargs)
-    bindings = [tensor._pager for tensor in found if tensor._pager is not None]
-    views: list[View] = [
-        (tensor, frames) for tensor in found if (frames := getattr(tensor, "_pager_view", None)) is not None
-    ]
+def _access_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Sequence[Managed]) -> Any:
+    """An operation that names ``found``: views, and perhaps paged tensors too."""
+    bindings: list[Binding] = []
+    views: list[View] = []
+    stale = False
+    for tensor in found:
+        binding = getattr(tensor, "_pager", None)
+        if binding is not None:
+            bindings.append(binding)
+            continue
+        frames = getattr(tensor, "_pager_view", None)
+        if frames is not None:
+            views.append((tensor, frames))
+            stale = stale or frames.is_stale()
     if not bindings and not views:
         with NoTorchFunction():
             return func(*args, **kwargs)
     mmu = (bindings[0] if bindings else views[0][1].binding).mmu
-    parts = foreach.split(func, args, kwargs, bindings) if len(bindings) > 1 else None
-    if parts is not None:
-        return foreach.join([access(func, part_args, kwargs) for part_args in parts])
+    if len(bindings) > 1:
+        parts = foreach.split(func, args, kwargs, bindings)
+        if parts is not None:
+            return foreach.join([access(func, part_args, kwargs) for part_args in parts])
+    one_model = all(binding.mmu is mmu for binding in bindings)
+    if one_model and not stale and not in_dispatch_mode():
+        return mmu.run(bindings, func, args, kwargs, views)
     use = object()
     pointed: list[Binding] = []
     try:
-        for tensor, frames in views:
-            frames.point_base(tensor, use, pointed)
+        for view, frames in views:
+            frames.point_base(view, use, pointed)
         # Dispatch modes refuse classes that they do not know, and a view is of torch's own to them.
-        known = ordinary_views(Managed, args, kwargs) if in_dispatch_mode() else contextlib.nullcontext()
-        with known:
-            if any(binding.mmu is not mmu for binding in bindings):
-                return _access_of_several_models(func, args, kwargs, bindings, views)
-            return mmu.run(bindings, func, args, kwargs, views)
+        with ordinary_views(Managed, args, kwargs) if in_dispatch_mode() else contextlib.nullcontext():
+            if one_model:
+                return mmu.run(bindings, func, args, kwargs, views)
+            return _access_of_several_models(func, args, kwargs, bindings, views)
     finally:
         for binding in pointed:
             binding.mmu.exit([binding], use)

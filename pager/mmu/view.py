@@ -74,19 +74,17 @@ class Frames:
             and getattr(self.binding.tensor, "_pager", None) is self.binding
         )
 
+    def is_stale(self) -> bool:
+        """Whether the tensor was written to since the view's graph was derived from it."""
+        return self.version is not None and raw_version(self.binding.tensor) != self.version
+
     def point_base(self, view: torch.Tensor, use: object, pointed: list[Binding]) -> None:
         """Where torch may derive the view's graph anew, the tensor points at its frames until it is ``exit``ed."""
         binding = self.binding
-        tensor = binding.tensor
-        if (
-            self.version is None
-            or raw_version(tensor) == self.version
-            or getattr(tensor, "_pager", None) is not binding
-        ):
+        if not self.is_stale() or getattr(binding.tensor, "_pager", None) is not binding:
             return
         with NoTorchFunction():
-            # Torch derives one even for a view that was made under no_grad.
-            has_graph = view.requires_grad or tensor.requires_grad
+            has_graph = view.requires_grad  # true also where torch has yet to derive the first one
         if has_graph:
             pointed.append(binding)
             binding.mmu.point(binding, use)
@@ -94,7 +92,7 @@ class Frames:
     def note_graph(self) -> None:
         """Torch has derived the view's graph out of our sight."""
         binding = self.binding
-        if not binding.pointed and self.version is not None and raw_version(binding.tensor) != self.version:
+        if not binding.pointed and self.is_stale():
             binding.derived_blindly = getattr(binding.tensor, "_pager", None) is binding
 
     def escape(self) -> None:
