@@ -47,17 +47,19 @@ if TYPE_CHECKING:
 class Frames:
     """What a view lies on: a run of a paged tensor's, leased from ``address`` on, and which value that was.
 
-    ``version``: the tensor's, of which the view's graph was derived; None where it is not (``w.detach()``).
+    ``base``: the paged tensor of which the view's graph was derived, None where there is none (``w.detach()``);
+    ``version``: the base's by then. A dropped gradient's tensor is no longer its binding's, but the view's base still.
     """
 
-    __slots__ = ("address", "binding", "num_bytes", "run", "version")
+    __slots__ = ("address", "base", "binding", "num_bytes", "run", "version")
 
-    def __init__(self, address: int, binding: Binding, run: Run, version: int | None) -> None:
+    def __init__(self, address: int, binding: Binding, run: Run, base: torch.Tensor | None) -> None:
         self.address = address
         self.num_bytes = run.num_bytes
         self.binding = binding
         self.run = run
-        self.version = version
+        self.base = base
+        self.version = 0 if base is None else raw_version(base)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing: it says something of one tensor only."""
@@ -75,13 +77,13 @@ class Frames:
         )
 
     def is_stale(self) -> bool:
-        """Whether the tensor was written to since the view's graph was derived from it."""
-        return self.version is not None and raw_version(self.binding.tensor) != self.version
+        """Whether the base was written to since the view's graph was derived from it."""
+        return self.base is not None and raw_version(self.base) != self.version
 
     def point_base(self, view: torch.Tensor, use: object, pointed: list[Binding]) -> None:
-        """Where torch may derive the view's graph anew, the tensor points at its frames until it is ``exit``ed."""
+        """Where torch may derive the view's graph anew, the base points at its frames until it is ``exit``ed."""
         binding = self.binding
-        if not self.is_stale() or getattr(binding.tensor, "_pager", None) is not binding:
+        if not self.is_stale() or getattr(self.base, "_pager", None) is not binding:
             return
         with NoTorchFunction():
             has_graph = view.requires_grad  # true also where torch has yet to derive the first one
@@ -91,9 +93,8 @@ class Frames:
 
     def note_graph(self) -> None:
         """Torch has derived the view's graph out of our sight."""
-        binding = self.binding
-        if not binding.pointed and self.is_stale():
-            binding.derived_blindly = getattr(binding.tensor, "_pager", None) is binding
+        if self.is_stale() and not self.binding.pointed:
+            self.binding.derived_blindly = True
 
     def escape(self) -> None:
         """Somebody may write to the frames without being counted, as long as a view of them lives."""
@@ -237,9 +238,8 @@ def _mark(
         if run.covers(0, segment.num_pages):
             base = tensor._base
             if isinstance(base, Managed) or (base is None and unseen):
-                version = raw_version(base) if base is binding.tensor else None
                 view: Any = tensor
-                view._pager_view = Frames(begin, binding, run, version)
+                view._pager_view = Frames(begin, binding, run, base if base is binding.tensor else None)
                 view.__class__ = PagedView
             else:  # whose writes have a counter of their own
                 run.escaped = True

@@ -39,6 +39,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "data": lambda m: weight(m).grad.data.mul_(2),
     "data of a view": lambda m: weight(m).grad.t().data.mul_(2),
     "numpy": lambda m: weight(m).grad.numpy().__imul__(2),
+    "an alias": lambda m: weight(m).grad.unsafe_chunk(3)[1].mul_(2),
     "detached": lambda m: weight(m).grad.detach().mul_(2),
     "copy_": lambda m: weight(m).grad.copy_(torch.ones(96, 96)),
     "assigned": lambda m: setattr(weight(m), "grad", torch.ones(96, 96)),

@@ -580,6 +580,17 @@ def test_threads_that_share_a_view() -> None:
     check_same(make, script, share=0.3)
 
 
+def test_what_a_view_lies_on_is_not_copied_with_its_attributes() -> None:
+    """So not by ``deepcopy`` or pickle of a view either, while another thread turns it back from an ordinary tensor."""
+    model = manage(make(), share=0.5)
+    attributes = vars(model.weights[0].t())
+    assert attributes["_pager_view"] is not None
+    for copies in copy.deepcopy(attributes), pickle.loads(pickle.dumps(attributes)):
+        assert copies == {"_pager_view": None}
+    del attributes
+    model.pager.close()
+
+
 def test_two_threads_that_want_a_view_ordinary_leave_it_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
     model = manage(make(), share=0.5)
     view: Any = model.weights[0].t()

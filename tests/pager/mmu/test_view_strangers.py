@@ -315,7 +315,7 @@ def test_also_that_of_a_view_made_while_the_weight_was_frozen() -> None:
         report("x", x.grad)
         report("gradients", gradients(model))
         if hasattr(model, "pager"):
-            assert detached._pager_view.version is None  # so that nobody looks for its graph
+            assert not detached._pager_view.is_stale()  # so that nobody looks for its graph
 
     check_same(make, script, share=0.4)
 
@@ -356,6 +356,51 @@ def test_a_graph_that_torch_derived_out_of_sight_is_refused(apply: Any, by: str)
     assert torch.equal(weight.grad + 0, plain.weights[0].grad)
     del view, fresh
     model.pager.close()
+
+
+def test_a_graph_that_torch_derived_out_of_sight_from_a_weight_that_stays() -> None:
+    """It points at its frames all the time, so the graph is right."""
+
+    def script(model: Any, report: Report) -> None:
+        weight = model.weights[0]
+        if hasattr(model, "pager"):
+            model.pager._runtime.mmu.fix([weight._pager])
+        view = weight.t()
+        with torch.no_grad():
+            weight.mul_(1.5)
+        _by_function(torch.ones(2, WIDTH), view).exp().sum().backward()
+        report("gradient", weight.grad)
+
+    check_same(make, script, share=1.5)
+
+
+def test_hooks_that_the_user_takes_off_a_view_say_nothing_of_its_graph() -> None:
+    def script(model: Any, report: Report) -> None:
+        view: Any = model.weights[0].t()
+        view._backward_hooks = None
+        (torch.ones(2, WIDTH) @ view).exp().sum().backward()
+        report("gradients", gradients(model))
+
+    check_same(make, script, share=0.4)
+
+
+def test_a_view_of_a_dropped_gradient_keeps_its_graph() -> None:
+    """It was derived from the gradient as it was, and has nothing to do with the one that comes after."""
+
+    def script(model: Any, report: Report) -> None:
+        model(torch.randn(2, WIDTH)).sum().backward()
+        gradient = model.weights[0].grad.requires_grad_()
+        view = gradient.t()
+        model.weights[0].grad = None
+        for _ in range(2):  # without a new gradient, and beside one
+            x = torch.ones(WIDTH)
+            (view @ x).exp().sum().backward()
+            report("function", view.grad_fn.name())
+            model(torch.randn(2, WIDTH)).sum().backward()
+        report("of the old one", gradient.grad)
+        report("gradients", gradients(model))
+
+    check_same(make, script, share=0.5)
 
 
 @pytest.mark.parametrize("written", [False, True])
