@@ -160,7 +160,7 @@ def _look(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         frames = args[0]._pager_view if args and isinstance(args[0], PagedView) else None
         if frames is not None and func != _SETS_HOOKS:
             frames.point_base(args[0], use, pointed)
-        elif frames is not None and args[1] is None:
+        elif frames is not None:
             frames.note_graph()
         with NoTorchFunction():
             return func(*args, **kwargs)
@@ -197,7 +197,7 @@ def add_frames(frames: dict[int, Binding], views: Iterable[View]) -> None:
     """Put what the views lie on, where it is current, into ``frames`` (address -> binding)."""
     for _, known in views:
         if known.are_current():
-            frames.setdefault(known.address, known.binding)
+            frames[known.address] = known.binding
 
 
 VIEWS_UNSEEN = frozenset(["detach", "view"])
@@ -274,8 +274,6 @@ def run_on_views(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
 def _on_views(value: Any) -> Any:
     if isinstance(value, Paged):
         return value.view_as(value)
-    if isinstance(value, dict):
-        return {key: _on_views(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and collect_tensors(Paged, value):
         return type(value)([_on_views(item) for item in value])
     return value

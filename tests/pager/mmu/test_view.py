@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -379,3 +381,14 @@ def test_chains_of_views(chains: list[list[str]], twice: bool, late: bool) -> No
         report("gradients", {name: p.grad for name, p in model.named_parameters()})
 
     check_same(lambda: Products(transposed, depth=4), script, share=0.3)
+
+
+def test_what_a_view_lies_on_is_not_copied_with_its_attributes() -> None:
+    """So not by ``deepcopy`` or pickle of a view either, while another thread turns it back from an ordinary tensor."""
+    model = manage(Products(transposed), share=0.5)
+    attributes = vars(model.weights[0].t())
+    assert attributes["_pager_view"] is not None
+    for copies in copy.deepcopy(attributes), pickle.loads(pickle.dumps(attributes)):
+        assert copies == {"_pager_view": None}
+    del attributes
+    model.pager.close()

@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from pager.mmu.view import PagedView
-from tests.cases.same import Report, check_same, manage
-from tests.pager.mmu.test_view import WIDTH, report_leases
+from tests.cases.same import Report, check_equal, check_same, copied, manage
+from tests.pager.mmu.test_view import WIDTH, leased, report_leases
 from tests.pager.mmu.test_view_habits import Script, gradients, make, use_others
 
 
@@ -49,7 +49,7 @@ def forbidden(model: Any, report: Report) -> None:
     with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
         loss = torch.tanh(x @ model.weights[0]) @ model.weights[1].t()
         normed = F.layer_norm(loss, (WIDTH,), weight=model.weights[2][0])
-        joined = torch.cat([model.weights[2], model.weights[2]]).exp()
+        joined = torch.linalg.multi_dot([x, model.weights[2], model.weights[3]])
     use_others(model)
     (normed.sum() + joined.sum()).backward()
     report("gradients", gradients(model))
@@ -89,8 +89,9 @@ def transformed(model: Any, report: Report) -> None:
 
 def transformed_with_gradients_outside(model: Any, report: Report) -> None:
     x = torch.randn(3, WIDTH)
-    inner = torch.func.grad(lambda a: (a @ model.weights[0]).exp().sum())(x)
     mapped = torch.vmap(lambda a: (a @ model.weights[1].t()).exp())(x)
+    report_leases(model, report, [])  # this one allows them
+    inner = torch.func.grad(lambda a: (a @ model.weights[0]).exp().sum())(x)
     use_others(model)
     (inner.sum() + mapped.sum()).backward()
     report("gradients", gradients(model))
@@ -278,7 +279,7 @@ def printed(model: Any, view: Tensor) -> Tensor:
 
 
 def beside_others(model: Any, view: Tensor) -> Tensor:
-    return torch.stack([view, view]).exp().sum()
+    return torch.stack([view, model.weights[1].t(), view]).exp().sum()
 
 
 def from_the_view(model: Any, view: Tensor) -> Tensor:
@@ -450,6 +451,65 @@ def test_backward_after_a_conversion_is_as_of_torch_or_refused(convert: str, pro
     else:
         assert isinstance(expected, Tensor)
         assert "before it was converted" in found
+
+
+def test_a_view_of_a_view_from_before_a_conversion_has_its_values() -> None:
+    def script(model: Any, report: Report) -> None:
+        view = model.weights[0].t()
+        model.half()
+        converted = model.weights[0].t()
+        x = torch.ones(WIDTH, requires_grad=True)
+        loss = (view[1:] @ x).sin().sum()
+        del view
+        report("x", torch.autograd.grad(loss, [x])[0])
+        report("converted", converted + 0)
+
+    check_same(make, script, share=0.5)
+
+
+def test_a_list_of_weights_and_views_is_run_in_parts_where_it_does_not_fit() -> None:
+    def script(model: Any, report: Report) -> None:
+        view = model.weights[0].detach()
+        with torch.no_grad():
+            torch._foreach_mul_([view, *model.weights], 2.0)
+        report("view", view + 0)
+        report("weights", [weight + 0 for weight in model.weights])
+
+    check_same(make, script, share=0.2)
+
+
+def test_weights_of_two_models_beside_a_view() -> None:
+    def outcome(one: Any, other: Any) -> Any:
+        with torch.no_grad():
+            other.weights[0].mul_(2)
+        product = torch.addmm(one.weights[0], other.weights[0], one.weights[1].t()).exp()
+        assert not hasattr(one, "pager") or leased(one) == leased(other) == []
+        use_others(one)
+        product.sum().backward()
+        return copied([gradients(one), gradients(other)])
+
+    one, other = manage(make(), share=0.4), manage(make(), share=0.4)
+    check_equal(outcome(make(), make()), outcome(one, other), "gradients")
+    one.pager.close()
+    other.pager.close()
+
+
+def test_a_write_to_a_dropped_gradient_is_none_to_the_next() -> None:
+    """Neither by an operation whose writes only we count."""
+
+    def script(model: Any, report: Report) -> None:
+        model(torch.randn(2, WIDTH)).sum().backward()
+        view = model.weights[0].grad.t()
+        model.weights[0].grad = None
+        model(torch.randn(2, WIDTH)).sum().backward()
+        x = torch.ones(WIDTH, requires_grad=True)
+        loss = (model.weights[0].grad.t() @ x).sin().sum()
+        torch._amp_foreach_non_finite_check_and_unscale_([view], torch.zeros(1), torch.full((1,), 0.5))
+        loss.backward()
+        report("x", x.grad)
+        report("view", view + 0)
+
+    check_same(make, script, share=0.5)
 
 
 def test_a_conversion_that_changes_nothing_needs_no_old_values() -> None:
