@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pager.mmu.view import PagedView
@@ -198,7 +199,34 @@ def traced_by_fx(model: Any, report: Report) -> None:
     assert not hasattr(model, "pager") or type(view) is PagedView
 
 
-@pytest.mark.parametrize("script", [with_a_class_of_the_users, traced_by_fx], ids=names)
+class Seen(TorchDispatchMode):
+    """Writes down the operations that the user's program runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:  # saved by us, not by torch
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def seen_by_a_mode(model: Any, report: Report) -> None:
+    """What brings a weight there is none of the program's."""
+    x = torch.randn(3, WIDTH)
+    view = model.weights[0].t()
+    with torch.no_grad():
+        model.weights[0].mul_(1.5)
+    with Seen() as seen:
+        mapped = torch.vmap(lambda a: (a @ model.weights[1]).exp())(x)
+        product = (x @ view).exp()
+    report("operations", seen.names)
+    (mapped.sum() + product.sum()).backward()
+    report("gradients", gradients(model))
+
+
+@pytest.mark.parametrize("script", [with_a_class_of_the_users, traced_by_fx, seen_by_a_mode], ids=names)
 def test_others_see_a_tensor_of_torchs_own_class(script: Script) -> None:
     check_same(make, script, share=0.4)
 
@@ -510,6 +538,21 @@ def test_a_write_to_a_dropped_gradient_is_none_to_the_next() -> None:
         report("view", view + 0)
 
     check_same(make, script, share=0.5)
+
+
+def test_a_dropped_gradient_is_not_converted() -> None:
+    def script(model: Any, report: Report) -> None:
+        model(torch.randn(2, WIDTH)).sum().backward()
+        x = torch.ones(WIDTH, requires_grad=True)
+        loss = (model.weights[0].grad.t() @ x).sin().sum()
+        for parameter in model.parameters():
+            parameter.grad = None
+        model.half()
+        model(torch.randn(2, WIDTH).half()).sum().backward()
+        report("x", torch.autograd.grad(loss, [x])[0])
+        report("gradients", gradients(model))
+
+    check_same(make, script, share=0.4)
 
 
 def test_a_conversion_that_changes_nothing_needs_no_old_values() -> None:
