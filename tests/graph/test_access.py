@@ -253,6 +253,7 @@ def test_what_is_saved_beside_a_weight_is_unpacked_before_it_and_once_a_backward
     x = torch.randn(3, 6, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack):
         loss = nn.functional.linear(x, parameter, torch.ones(4) if bias else None).sum()
+    torch.autograd.grad(loss, [x], retain_graph=True)  # in which autograd does not ask for the input
     for _ in range(2):
         events.clear()
         loss.backward(retain_graph=True)
