@@ -308,6 +308,16 @@ def test_what_is_saved_of_a_view_is_recorded_in_backward(name: str) -> None:
     assert [Phase(phase) for *_, phase in recorder.rows[num_ticks:]] == [Phase.BACKWARD]
 
 
+def test_a_result_that_can_be_no_view_or_may_not_be_hooked_is_left_alone() -> None:
+    parameter, recorder = make_parameter()
+    assert type(parameter.to_sparse()) is Tensor
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        product = torch.ones(1, 6, requires_grad=True) @ parameter
+    num_ticks = recorder.num_ticks
+    product.sum().backward()
+    assert recorder.num_ticks == num_ticks + 1  # the gradient
+
+
 def test_a_traced_view_is_as_any_tensor() -> None:
     parameter, recorder = make_parameter()
     view = parameter.t()
