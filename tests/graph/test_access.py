@@ -306,13 +306,17 @@ def test_what_is_saved_of_a_view_is_recorded_in_backward(name: str) -> None:
     assert recorder.num_ticks == num_ticks  # using a view is no access of its own
     torch.autograd.grad(product.sum(), [x])
     assert [Phase(phase) for *_, phase in recorder.rows[num_ticks:]] == [Phase.BACKWARD]
+    torch.add(view.new_ones(1), view)
+    assert recorder.num_ticks == num_ticks + 1
+    torch.mul(view[..., :1, :1], parameter)
+    assert recorder.num_ticks == num_ticks + 2  # the parameter beside it is one
 
 
 def test_a_result_that_can_be_no_view_or_may_not_be_hooked_is_left_alone() -> None:
     parameter, recorder = make_parameter()
     assert type(parameter.to_sparse()) is Tensor
     with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
-        product = torch.ones(1, 6, requires_grad=True) @ parameter
+        product = torch.ones(1, 4, requires_grad=True) @ parameter
     num_ticks = recorder.num_ticks
     product.sum().backward()
     assert recorder.num_ticks == num_ticks + 1  # the gradient
