@@ -16,6 +16,7 @@ from pager.errors import BudgetError, ConfigError
 from pager.graph.cost_model import Ceilings
 from pager.homes import Homes, Wanted, state_name
 from pager.host_limit import host_budget_bytes, host_limit_bytes, process_bytes
+from pager.optim.probe import ExpectedStates
 from pager.page_table import Home
 from pager.tiers.disk_probe import DEPTHS, shape_of
 from pager.tiers.page_packer import PagePacker
@@ -34,11 +35,11 @@ ASSUMED_STATES = 2
 # The process grows by that in its first steps on a GPU, most of it the kernels of CUDA's libraries. Seen: 2.0 GB.
 LOADED_LATER_BYTES = 9 * 2**28
 
-# By a parameter's id: the dtypes of the states that its optimizer keeps. Of the others AdamW's are assumed.
-States = Mapping[int, Sequence[torch.dtype]]
+# By a parameter's id: the states that its optimizer keeps. Of the others AdamW's are assumed.
+States = Mapping[int, ExpectedStates]
 
 # What AdamW keeps of a bf16 parameter that is stepped through a fp32 master: two states, and the low bits.
-MASTER_STATES = (torch.float32, torch.float32, torch.int16)
+MASTER_STATES = ExpectedStates((torch.float32, torch.float32, torch.int16))
 
 
 def training_state(parameters: Parameters, states: States, *, gradients: bool = True) -> list[Wanted]:
@@ -50,13 +51,11 @@ def training_state(parameters: Parameters, states: States, *, gradients: bool = 
     for name, param in trainable if gradients else ():
         wanted.append(Wanted("gradient", name, _span_bytes(param)))
     for name, param in trainable:
+        expected = _states_of(param, states)
+        elements = _span_bytes(param) // param.element_size()
         wanted += [
-            Wanted(
-                "state",
-                state_name(name, ordinal),
-                _span_bytes(param) // param.element_size() * dtype.itemsize,
-            )
-            for ordinal, dtype in enumerate(_states_of(param, states))
+            Wanted("state", state_name(name, ordinal), elements * dtype.itemsize, expected.in_slices)
+            for ordinal, dtype in enumerate(expected.dtypes)
         ]
     return wanted
 
@@ -65,8 +64,8 @@ def _span_bytes(param: nn.Parameter) -> int:
     return span_elements(param.size(), param.stride()) * param.element_size()
 
 
-def _states_of(param: nn.Parameter, states: States) -> Sequence[torch.dtype]:
-    return states.get(id(param), (param.dtype,) * ASSUMED_STATES)
+def _states_of(param: nn.Parameter, states: States) -> ExpectedStates:
+    return states.get(id(param)) or ExpectedStates((param.dtype,) * ASSUMED_STATES)
 
 
 def small_bytes(parameters: Parameters, model: nn.Module, states: States) -> int:
@@ -76,7 +75,7 @@ def small_bytes(parameters: Parameters, model: nn.Module, states: States) -> int
         small += param.nbytes
         if param.requires_grad:
             small += param.nbytes
-            small += sum(param.numel() * dtype.itemsize for dtype in _states_of(param, states))
+            small += sum(param.numel() * dtype.itemsize for dtype in _states_of(param, states).dtypes)
     return small + sum(buffer.nbytes for buffer in model.buffers())
 
 

@@ -46,11 +46,14 @@ _FREE_TENSORS = 8
 
 
 class Wanted(NamedTuple):
-    """A tensor that will need a home: its kind, its name, its bytes."""
+    """A tensor that will need a home: its kind, its name, its bytes; ``in_slices``: all of it is never on the device
+    at once.
+    """
 
     kind: str
     name: str
     num_bytes: int
+    in_slices: bool = False
 
 
 def state_name(parameter: str, ordinal: int) -> str:
@@ -104,6 +107,7 @@ class Homes(HomeFrames):
                 self._page_size,
                 total_bytes=total,
                 largest_bytes=largest,
+                largest_whole_bytes=int(sizes[[not w.in_slices for w in wanted]].max(initial=0)),
                 host_bytes=host_bytes,
                 wires=wires,
             )

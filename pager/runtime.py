@@ -42,7 +42,7 @@ from pager.optim import stand_in
 from pager.optim.adopted import AdoptedOptimizer
 from pager.optim.backward import BackwardUpdates
 from pager.optim.placement import updates_on_cpu
-from pager.optim.probe import check_optimizers
+from pager.optim.probe import ExpectedStates, check_optimizers
 from pager.optim.schedule import expected_rows
 from pager.optim.torn import Torn
 from pager.page_table import Home, PageTable
@@ -197,7 +197,7 @@ class Runtime:
     def _probe(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> ConfigError | None:
         """What states there will be, for the bill; or why these optimizers cannot be paged."""
         names = {id(param): name for name, param in parameters.paged}
-        self._states: dict[int, Sequence[torch.dtype]] = {}
+        self._states: dict[int, ExpectedStates] = {}
         try:
             master = self.config.master is not None
             if master:

@@ -38,7 +38,7 @@ logger = logging.getLogger("pager.step_boundary")
 LIVE_KNOBS = ("prefetch_distance", "eviction", "host_budget")
 # A slab is worth having if it holds so many of the largest tensor, one in use, one on its way, or is such a part of the
 # first ones: there is room in it for what stays.
-LEAST_SLAB_PART = 4
+LEAST_SLAB_PART = 8
 SLAB_SEGMENTS = 2
 # Measured and planned seconds of a step may differ by so much before the plan's are scaled again.
 MAX_DRIFT = 2.0

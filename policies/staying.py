@@ -17,6 +17,7 @@ How the arena is shared out stands here too, for the runtime and for predictions
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -104,18 +105,28 @@ def usually_wired_bytes(arena_bytes: int, largest_bytes: int) -> int:
 
 
 def wired_bytes(
-    arena_bytes: int, page_size: int, *, total_bytes: int, largest_bytes: int, host_bytes: int, wires: bool
+    arena_bytes: int,
+    page_size: int,
+    *,
+    total_bytes: int,
+    largest_bytes: int,
+    largest_whole_bytes: int,
+    host_bytes: int,
+    wires: bool,
 ) -> int:
     """Of the arena, what is to be the only home of parameters where not everything fits it.
 
-    ``total_bytes`` of training state, ``host_bytes`` of them in host memory. Where that holds less than the rest: as
+    ``total_bytes`` of training state, ``host_bytes`` of them in host memory; ``largest_whole_bytes``: of a tensor that
+    is on the device as a whole (states that pass slots in slices are not). Where device and host hold less than all: as
     much more as is lacking, up to what streaming needs, also if the device is no home else (``wires``).
     """
     usual = usually_wired_bytes(arena_bytes, largest_bytes) if wires else 0
     lacking = total_bytes - usual - host_bytes
+    whole = max(UPDATE_TENSORS * largest_whole_bytes, arena_bytes // _STREAMING_SHARE)
     num_slots, slot_bytes = share_arena(arena_bytes, page_size, least_slot_bytes=page_size)
-    needed = max(UPDATE_TENSORS * largest_bytes, arena_bytes // _STREAMING_SHARE) + num_slots * slot_bytes
-    return max(usual, min(usual + lacking, arena_bytes - needed))
+    # As `share_arena` limits them, once so much is wired.
+    slots = min(num_slots * slot_bytes, ceil(whole / (_LARGEST_RING_SHARE - 1)))
+    return max(usual, min(usual + lacking, arena_bytes - whole - slots))
 
 
 def lent_gradient_bytes(activation_bytes: int, arena_bytes: int) -> int:

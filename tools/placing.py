@@ -54,6 +54,7 @@ def bytes_to_wire(captured: CapturedModel, wanted: Wanted, *, first_arena: int, 
         captured.page_size,
         total_bytes=total,
         largest_bytes=largest,
+        largest_whole_bytes=int(step.num_elements.max()) * step.size.weight,
         host_bytes=wanted.host_bytes,
         wires=wanted.update_on == "device" or weight_bytes > wanted.budget_bytes * _WIRED_SHARE,
     )

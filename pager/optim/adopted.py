@@ -407,6 +407,8 @@ class AdoptedOptimizer:
         if update is None or update.is_over:
             return
         update.todo.clear()
+        if update.later is not None:
+            update.later.give_back()
         update.later = None
         name = update.optimizer_class.__name__
         what = f"{name}.step() was given up after {type(error).__name__}: {error}."

@@ -83,6 +83,8 @@ class Deferred:
     def begin(self) -> None:
         """``step()`` is about to return: what the user can see moves on, and the first states are on their way."""
         with isolated(self._update):
+            # Before all else: the host may be far ahead of the device, and the link has nothing to do until then.
+            self._fetch_ahead()
             for progress, new in self._new_scalars():
                 progress.new_scalars = new
             with uninterrupted():
@@ -94,7 +96,6 @@ class Deferred:
                     binding.bump_version()
                     self._update.adopted.masters.written(binding)
                     binding.pending = self
-            self._fetch_ahead()
 
     def _new_scalars(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         update = self._update
@@ -141,11 +142,16 @@ class Deferred:
         while self._units:
             self.run(next(iter(self._units)))
 
+    def give_back(self) -> None:
+        """What was fetched ahead is not wanted now."""
+        for units in self._units.values():
+            for unit in units:
+                self._update.adopted.engine.staging.give_back(unit)
+
     def give_up(self) -> None:
         """Drop all that is left."""
+        self.give_back()
         for binding in list(self._units):
-            for unit in self._units[binding]:
-                self._update.adopted.engine.staging.give_back(unit)
             self._forget(binding)
 
     def _forget(self, binding: Binding) -> None:

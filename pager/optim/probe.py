@@ -55,6 +55,14 @@ class ProbeResult:
     writes_gradients: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedStates:
+    """The dtypes of the states that a parameter will have, and whether they pass the device in slices, never whole."""
+
+    dtypes: tuple[torch.dtype, ...]
+    in_slices: bool = False
+
+
 def probe(
     optimizer: Optimizer,
     group: Mapping[str, Any],
@@ -149,14 +157,14 @@ def check_optimizers(
     device: torch.device,
     *,
     master: bool = False,
-) -> dict[int, list[torch.dtype]]:
+) -> dict[int, ExpectedStates]:
     """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be
-    paged, by id. Returns the dtypes of the states that each of them will have.
+    paged, by id. Returns the states that each of them will have.
 
     Raises ConfigError for coupled optimizers and for two that hold the same parameter.
     """
     taken: set[int] = set()
-    states: dict[int, list[torch.dtype]] = {}
+    states: dict[int, ExpectedStates] = {}
     for optimizer in optimizers:
         probed: dict[tuple[Any, ...], ProbeResult] = {}
         own: set[int] = set()
@@ -174,9 +182,10 @@ def check_optimizers(
                 key = probe_key(group, dtype)
                 if key not in probed:
                     probed[key] = admit(optimizer, group, param, dtype, device)
-                states[id(param)] = list(probed[key].state_dtypes.values())
+                dtypes = tuple(probed[key].state_dtypes.values())
                 if dtype != param.dtype:
-                    states[id(param)].append(torch.int16)
+                    dtypes += (torch.int16,)
+                states[id(param)] = ExpectedStates(dtypes, in_slices=probed[key].cut is Cut.SLICEABLE)
         taken |= own
     return states
 

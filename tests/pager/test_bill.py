@@ -19,6 +19,7 @@ from pager.device_budget import DeviceBudget
 from pager.errors import BudgetError, ConfigError
 from pager.homes import Wanted
 from pager.model_checks import sort_parameters
+from pager.optim.probe import ExpectedStates
 from pager.page_table import Home
 
 PAGE = 16 * 2**10
@@ -203,9 +204,9 @@ def test_the_bill_goes_by_the_states_dtypes() -> None:
     parameters = sort_parameters(make_model().to(torch.bfloat16), PAGE)
     (name, param), _ = parameters.paged
     half = WEIGHT_BYTES // 2
-    wanted = bill.training_state(parameters, {id(param): [torch.float32]})
+    wanted = bill.training_state(parameters, {id(param): ExpectedStates((torch.float32,), in_slices=True)})
     assert [item for item in wanted if item.kind == "state"] == [
-        Wanted("state", f"{name}.state0", WEIGHT_BYTES),
+        Wanted("state", f"{name}.state0", WEIGHT_BYTES, in_slices=True),
         Wanted("state", "2.weight.state0", half),
         Wanted("state", "2.weight.state1", half),
     ]

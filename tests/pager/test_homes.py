@@ -74,9 +74,9 @@ def test_under_pressure_only_parameters_are_wired_up_to_half_the_arena() -> None
     [
         (57, True, {"device": 7, "host": 57, "disk": 0}),
         (56, True, {"device": 8, "host": 56, "disk": 0}),
-        # A quarter of the arena for the update of the largest, a sixth for slots.
-        (54, True, {"device": 9, "host": 54, "disk": 1}),
-        (40, True, {"device": 9, "host": 40, "disk": 15}),
+        # A quarter of the arena for the update of the largest, half of that for slots.
+        (53, True, {"device": 10, "host": 53, "disk": 1}),
+        (40, True, {"device": 10, "host": 40, "disk": 14}),
         (64, False, {"device": 0, "host": 64, "disk": 0}),
         (60, False, {"device": 4, "host": 60, "disk": 0}),
     ],
@@ -89,6 +89,16 @@ def test_where_the_host_lacks_room_streaming_gets_no_more_than_it_needs(
     homes.plan(wanted, **known, disk_bytes=64 * MIB, wires=wires)
     assert {tier: num_bytes // MIB for tier, num_bytes in homes.report(wanted).items()} == tiers
     assert homes.lacks_room(wanted, **known) == (host < 57)
+
+
+def test_states_that_pass_in_slices_need_no_room_as_a_whole(disk: DiskFile) -> None:
+    """Of twice the parameters' bytes each, as moments of halves are."""
+    for in_slices, wired in ((True, 10), (False, 5)):
+        wanted = [Wanted("parameter", f"p{index}", MIB) for index in range(16)]
+        wanted += [Wanted("state", f"p{index}.state0", 2 * MIB, in_slices) for index in range(16)]
+        homes = make_homes(0, disk)
+        homes.plan(wanted, arena_bytes=16 * MIB, host_bytes=16 * MIB, disk_bytes=64 * MIB, wires=False)
+        assert homes.report(wanted)["device"] == wired * MIB
 
 
 def test_where_the_largest_takes_it_all_nothing_is_wired() -> None:

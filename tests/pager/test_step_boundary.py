@@ -246,7 +246,7 @@ def test_a_slab_is_worth_having_for_a_part_of_a_first_one(trained: Trained) -> N
     arena.budget_bytes = 2**30
     boundary: Any = trained.runtime.boundary
     largest = max(segment.num_pages for segment in trained.runtime.space.segments)
-    boundary._device, boundary._slab_frames = Gpu(), 4 * largest
+    boundary._device, boundary._slab_frames = Gpu(), 8 * largest
     first = arena.capacity_bytes
     boundary.grow_arena((largest - 1) * arena.page_size)
     assert arena.capacity_bytes == first

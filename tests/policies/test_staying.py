@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -129,12 +131,12 @@ def test_few_gradients_are_not_worth_lending() -> None:
         (60, True, 7),
         (57, True, 7),
         (56, True, 8),
-        # What streaming needs: four of the largest, and the slots' sixth.
-        (54, True, 9),
-        (0, True, 9),
+        # What streaming needs: four of the largest, and slots of half of that.
+        (53, True, 10),
+        (0, True, 10),
         (64, False, 0),
         (60, False, 4),
-        (0, False, 9),
+        (0, False, 10),
     ],
 )
 def test_what_host_memory_lacks_is_wired_up_to_what_streaming_needs(
@@ -142,13 +144,37 @@ def test_what_host_memory_lacks_is_wired_up_to_what_streaming_needs(
 ) -> None:
     mib = 2**20
     found = wired_bytes(
-        16 * mib, 2**14, total_bytes=64 * mib, largest_bytes=mib, host_bytes=host * mib, wires=wires
+        16 * mib,
+        2**14,
+        total_bytes=64 * mib,
+        largest_bytes=mib,
+        largest_whole_bytes=mib,
+        host_bytes=host * mib,
+        wires=wires,
     )
     assert found // mib == wired
     assert usually_wired_bytes(16 * mib, mib) == 7 * mib
 
 
+def test_what_is_never_there_as_a_whole_needs_no_room_as_a_whole() -> None:
+    """And the slots that are found later are those that were left room for."""
+    mib, page = 2**20, 2**14
+    known: dict[str, Any] = {
+        "total_bytes": 64 * mib,
+        "largest_bytes": 2 * mib,
+        "host_bytes": 0,
+        "wires": True,
+    }
+    assert wired_bytes(48 * mib, page, largest_whole_bytes=2 * mib, **known) == 36 * mib
+    wired = wired_bytes(48 * mib, page, largest_whole_bytes=mib, **known)
+    assert wired == 42 * mib
+    slots = share_arena(48 * mib, page, least_slot_bytes=page, wired_bytes=wired)
+    assert slots.num_slots * slots.slot_bytes == 2 * mib
+    # A little of a large arena stays free even if the largest tensor is small.
+    assert wired_bytes(48 * mib, page, largest_whole_bytes=page, **known) == 48 * mib - 3 * mib - 1.5 * mib
+
+
 def test_a_small_arena_is_nobodys_only_home() -> None:
     assert usually_wired_bytes(4 * 2**20, 2**20) == 0
-    known = {"total_bytes": 2**30, "largest_bytes": 2**20, "host_bytes": 0}
+    known = {"total_bytes": 2**30, "largest_bytes": 2**20, "largest_whole_bytes": 2**20, "host_bytes": 0}
     assert wired_bytes(4 * 2**20, 2**14, wires=True, **known) == 0

@@ -140,6 +140,55 @@ def test_a_step_that_is_interrupted_as_it_begins_to_wait(at: int, monkeypatch: p
     finish_and_compare(plain, model, optimizer, managed)
 
 
+def test_the_first_states_are_on_their_way_before_the_step_looks_at_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host is ahead of the device, so the link would rest while ``step()`` does what has to be seen at once."""
+    plain, model, optimizer, managed = trained()
+    staging = model.pager._runtime.engine.staging
+    for each, stepper in ((plain, optimizer), (model, managed)):
+        stepper.zero_grad()
+        backward(each, 4)
+    optimizer.step()
+    function = getattr(torch_adam, NAME)
+    held: list[bool] = []
+
+    def adam(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        if len(params) > 1:  # the stand-ins
+            held.append(bool(staging._held))
+        function(params, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_adam, NAME, adam)
+        managed.step()
+    assert held == [True]
+    finish_and_compare(plain, model, optimizer, managed)
+
+
+def test_a_step_that_is_given_up_as_it_begins_to_wait_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model, optimizer, managed = trained()
+    saved, states = copied(dict(plain.state_dict())), copied(optimizer.state_dict())
+    managed.zero_grad()
+    backward(model, 4)
+    function = getattr(torch_adam, NAME)
+
+    def adam(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        if len(params) > 1:  # the stand-ins
+            raise ValueError("boom")
+        function(params, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_adam, NAME, adam)
+        with pytest.raises(ValueError, match="boom"):
+            managed.step()
+        with pytest.raises(TornStateError, match=r"given up after ValueError: boom"):
+            managed.step()
+    assert not model.pager._runtime.engine.staging._held
+    model.load_state_dict(saved)
+    managed.load_state_dict(states)
+    finish_and_compare(plain, model, optimizer, managed)
+
+
 def test_a_class_that_raises_in_a_waiting_update_tears_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model, optimizer, managed = trained()
     saved, states = copied(dict(plain.state_dict())), copied(optimizer.state_dict())
