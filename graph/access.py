@@ -15,7 +15,9 @@ functions as themselves (`torch.is_complex`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -107,10 +109,10 @@ def collect_tensors(cls: type[T], args: Iterable[Any], kwargs: Mapping[str, Any]
 def _collect(cls: type[T], values: Iterable[Any], found: dict[int, T]) -> None:
     for value in values:
         kind = type(value)
-        if kind is cls or cls in kind.__mro__:
-            found.setdefault(id(value), value)
-        elif kind is torch.Tensor or kind is int or kind is float:
+        if kind is Tensor or kind is int or kind is float:
             continue
+        if cls in kind.__mro__:
+            found.setdefault(id(value), value)
         elif isinstance(value, (list, tuple)):
             _collect(cls, value, found)
         elif isinstance(value, dict):
@@ -123,6 +125,49 @@ def current_phase() -> Phase:
     Inside it, an operation in Python is a checkpoint's recomputation, a hook or a custom Function's backward.
     """
     return Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.RECOMPUTE
+
+
+ORDINARY_FOR: frozenset[Callable[..., Any]] = frozenset(
+    [
+        # These run code of the user's, which must find the door open: hooks, recomputation, a distance.
+        *_members(torch.Tensor, "backward"),
+        *_members(torch.autograd, "backward grad"),
+        *_members(nn.functional, "triplet_margin_with_distance_loss"),
+        # These look at the class.
+        *_members(torch.Tensor, "__repr__ __format__ __deepcopy__ __reduce_ex__"),
+    ]
+)
+"""Calls for which a view of a managed tensor has the class that it would have without us."""
+
+
+@contextlib.contextmanager
+def ordinary_views(cls: Any, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """The instances of ``cls``, a class of views, in ``args`` and ``kwargs`` are of torch's own class meanwhile, and
+    without their ``_pager_view``. A thread that uses one meanwhile uses an ordinary tensor.
+    """
+    kept: list[tuple[Any, Any, dict[str, Any]]] = []
+    try:
+        found: list[Any] = collect_tensors(cls, args, kwargs)
+        for view in found:
+            known = getattr(view, "_pager_view", None)
+            view_class = view.__class__
+            # Another thread may be at the same, and have some of them already.
+            if known is None or not issubclass(view_class, cls):
+                continue
+            ordinary = next(base for base in view_class.__mro__ if base.__module__.startswith("torch"))
+            marks = {"_pager_view": known}
+            if ordinary is Tensor and view.__dict__.get("_is_param"):
+                ordinary = nn.Parameter  # such is ``nn.Parameter(view)``
+                marks["_is_param"] = True
+            kept.append((view, view_class, marks))
+            for mark in marks:
+                view.__dict__.pop(mark, None)
+            view.__class__ = ordinary
+        yield
+    finally:
+        for view, view_class, marks in kept:
+            view.__dict__.update(marks)
+            view.__class__ = view_class
 
 
 class Traced:
@@ -148,6 +193,41 @@ class TracedParameter(Traced, nn.Parameter):
     """A parameter (meta or real) that an AccessRecorder has adopted."""
 
 
+class ViewOfTraced:
+    """Mixin of what an operation returns over a traced parameter's storage: using it is no access of its own, but what
+    autograd saves of it is.
+    """
+
+    _pager_view: AccessRecorder | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ORDINARY_FOR:
+            with ordinary_views(ViewOfTraced, args, kwargs):
+                return func(*args, **kwargs)
+        if is_access(func):
+            if any(hasattr(t, "_recorder") for t in collect_tensors(Traced, args, kwargs)):
+                return Traced.__torch_function__(func, types, args, kwargs)
+            views = collect_tensors(ViewOfTraced, args, kwargs)
+            recorder = views[0]._pager_view if views else None
+            if recorder is not None and recorder.active:
+                return recorder.run(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class TracedView(ViewOfTraced, Tensor):
+    """A view of a TracedParameter."""
+
+
+# torch.func switches hooks off.
+can_hook: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+"""Whether saved-tensor hooks may be put in force here."""
+
+
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -167,6 +247,65 @@ def hooks_beneath() -> SavedTensorHooks | None:
     return top_hooks(False)
 
 
+class SavedBeneath:
+    """A tensor that the hooks beneath ours packed. Safe in autograd's several threads as far as those hooks are."""
+
+    __slots__ = ("__weakref__", "_early", "_packed", "_task", "_unpack")
+
+    def __init__(self, hooks: SavedTensorHooks, tensor: Tensor) -> None:
+        self._packed = hooks[0](tensor)
+        self._unpack = hooks[1]
+        # The last backward that it was unpacked in, and what came of that, until autograd asks.
+        self._task = -1
+        self._early: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        """What the hooks beneath give for it."""
+        task = torch._C._current_graph_task_id()
+        early, self._early = self._early, None
+        if early is not None and self._task == task:
+            return early
+        result: Tensor = self._unpack(self._packed)
+        self._task = task
+        return result
+
+    def unpack_early(self) -> None:
+        """Ask the hooks now for what this backward is about to ask for, if it has not yet: they may allow it once."""
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self._early = self._unpack(self._packed)
+            self._task = task
+
+
+class Neighbours:
+    """What one operation gave to the hooks beneath, for those of its saved weights that are packed by ours.
+
+    A checkpoint recomputes when the first tensor of it is unpacked. In ``x @ w`` autograd unpacks ``w`` first: it would
+    be on the device, in use, during all of the recomputation. So first a tensor that was saved beside it is unpacked.
+    """
+
+    __slots__ = ("_saved",)
+
+    def __init__(self) -> None:
+        self._saved: list[weakref.ref[SavedBeneath]] = []
+
+    def add(self, saved: SavedBeneath) -> SavedBeneath:
+        """One more; kept by autograd alone."""
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def next_place(self) -> int:
+        """Where a weight stands among them that is saved now."""
+        return len(self._saved)
+
+    def unpack_beside(self, place: int) -> None:
+        """Have a neighbour of the weight at ``place`` unpacked, which recomputes what it comes from."""
+        if self._saved:
+            saved = self._saved[max(place - 1, 0)]()
+            if saved is not None:
+                saved.unpack_early()
+
+
 class AccessRecorder:
     """Records the accesses of one step in order. Inactive until `active` is set; one thread.
 
@@ -174,13 +313,15 @@ class AccessRecorder:
     for each adopted parameter it names, `write` where it raised the parameter's version. Autograd's reading
     of a tensor that shares an adopted parameter's storage is one tick, an accumulated gradient one more
     (the row names the parameter's segment, the write is to its gradient). `on_tick()` is called as a tick
-    begins, `before(func)` before an operation is recorded: it may raise.
+    begins, `before(func)` before an operation is recorded: it may raise. `view_classes`: the class of a result
+    -> the class it gets where it lies in a parameter's storage.
     """
 
     def __init__(
         self,
         on_tick: Callable[[], None] = lambda: None,
         before: Callable[[Callable[..., Any]], None] = lambda func: None,
+        view_classes: Mapping[type, type[ViewOfTraced]] | None = None,
     ) -> None:
         self.active = False
         self.rows: list[tuple[int, int, bool, int]] = []
@@ -188,6 +329,7 @@ class AccessRecorder:
         self._segments: dict[int, int] = {}  # storage -> segment
         self._on_tick = on_tick
         self._before = before
+        self._view_classes = view_classes or {Tensor: TracedView}
 
     def adopt(self, parameter: Tensor, segment: int, traced_class: type[Traced] = TracedParameter) -> None:
         """Turn `parameter`, of the class that `traced_class` extends, into a traced one, in place."""
@@ -211,37 +353,57 @@ class AccessRecorder:
         segments = list(dict.fromkeys(t._segment for t in traced))
         # Before the operation: what it runs inside (a nested backward) has later ticks.
         self._record(segments, current_phase(), False)
-        beneath = hooks_beneath()
-
-        def pack(tensor: Tensor) -> tuple[int | None, Callable[[Any], Tensor] | None, Any]:
-            segment = self._segments.get(tensor.untyped_storage()._cdata)
-            # Detached: an operation's own output, kept as it is, would keep its graph alive in a cycle.
-            if segment is not None or beneath is None:
-                return segment, None, tensor.detach()
-            return None, beneath[1], beneath[0](tensor)
-
-        def unpack(packed: tuple[int | None, Callable[[Any], Tensor] | None, Any]) -> Tensor:
-            segment, unpack_beneath, kept = packed
-            if segment is not None:
-                self._record([segment], Phase.BACKWARD, False)
-            result: Tensor = kept if unpack_beneath is None else unpack_beneath(kept)
-            return result
-
         with torch._C.DisableTorchFunctionSubclass():
             versions = [t._version for t in traced]  # type: ignore[attr-defined]
-            pushed: list[Any] = []
-            try:
-                push_hooks((pack, unpack), pushed)
-                result = func(*args, **kwargs)
-            finally:
-                if pushed:
-                    pop_hooks()
+            result = self.run(func, args, kwargs)
             for t, version in zip(traced, versions, strict=True):
                 if t._version != version:  # type: ignore[attr-defined]
                     row = first + segments.index(t._segment)
                     tick, segment, _, phase = self.rows[row]
                     self.rows[row] = (tick, segment, True, phase)
         return result
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, of no tick, that names `traced` parameters or views of such."""
+        beneath = hooks_beneath()
+        neighbours = Neighbours()
+
+        def pack(tensor: Tensor) -> tuple[int | None, int, Any]:
+            segment = self._segments.get(tensor.untyped_storage()._cdata)
+            # Detached: an operation's own output, kept as it is, would keep its graph alive in a cycle.
+            if segment is not None or beneath is None:
+                return segment, neighbours.next_place(), tensor.detach()
+            return None, -1, neighbours.add(SavedBeneath(beneath, tensor))
+
+        def unpack(packed: tuple[int | None, int, Any]) -> Tensor:
+            segment, place, kept = packed
+            if segment is not None:
+                neighbours.unpack_beside(place)
+                self._record([segment], Phase.BACKWARD, False)
+            result: Tensor = kept.unpack() if isinstance(kept, SavedBeneath) else kept
+            return result
+
+        with torch._C.DisableTorchFunctionSubclass():
+            pushed: list[Any] = []
+            try:
+                if can_hook():
+                    push_hooks((pack, unpack), pushed)
+                result = func(*args, **kwargs)
+            finally:
+                if pushed:
+                    pop_hooks()
+            self._mark_views(result)
+        return result
+
+    def _mark_views(self, result: Any) -> None:
+        view_class = self._view_classes.get(type(result))
+        if view_class is not None:
+            if result.layout is torch.strided and result.untyped_storage()._cdata in self._segments:
+                result._pager_view = self
+                result.__class__ = view_class
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                self._mark_views(item)
 
     def _record(self, segments: list[int], phase: Phase, write: bool) -> None:
         if self.active:

@@ -45,7 +45,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pager.graph.access import ACCESS_DTYPE, AccessRecorder, Traced, TracedParameter, hooks_beneath
+from pager.graph.access import (
+    ACCESS_DTYPE,
+    AccessRecorder,
+    Traced,
+    TracedParameter,
+    TracedView,
+    ViewOfTraced,
+    hooks_beneath,
+)
 from pager.graph.flops import flops_of
 from pager.graph.fused_attention import fused_attention_on_meta
 from pager.graph.twin import REAL_LIMIT_BYTES, empty_on_meta, empty_twin, make_twin, meta_twin
@@ -95,6 +103,13 @@ class Capture:
 
 class TracedFakeParameter(Traced, FakeTensor):
     """A TracedParameter for FakeTensorMode, whose tensors must be FakeTensors."""
+
+
+class TracedFakeView(ViewOfTraced, FakeTensor):
+    """A view of a TracedFakeParameter."""
+
+
+VIEW_CLASSES: Mapping[type, type[ViewOfTraced]] = {Tensor: TracedView, FakeTensor: TracedFakeView}
 
 
 @functools.cache
@@ -310,7 +325,9 @@ def _try_rung(
         make = empty = fake_twin
     meter = StepMeter(real_tensors=way == "meta")
     refuse = functools.partial(_refuse_on_meta, device)
-    recorder = AccessRecorder(meter.begin_tick, refuse if way == "meta" else lambda func: None)
+    recorder = AccessRecorder(
+        meter.begin_tick, refuse if way == "meta" else lambda func: None, view_classes=VIEW_CLASSES
+    )
     traced_class = TracedParameter if way == "meta" else TracedFakeParameter
     twin, args, kwargs, parameters = make_twin(model, managed, inputs, make, empty, shared)
     meter.ignore([*(p for p, _ in parameters), *twin.buffers(), *tree_leaves((args, kwargs))])

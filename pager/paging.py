@@ -373,7 +373,18 @@ def _make_ordinary(binding: Binding, data: torch.Tensor, grad: torch.Tensor | No
     if isinstance(binding.tensor, PagedParameter):
         unpage_tensor(binding, data)
     if grad is not None:
-        binding.tensor.grad = grad.to("cpu")
+        _set_gradient(binding.tensor, grad.to("cpu"))
+
+
+def _set_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """``param.grad = grad``, also where a graph from before a conversion has left one of the old dtype, which torch
+    lets nobody assign.
+    """
+    data = param.data
+    if data.dtype != grad.dtype:
+        param.data = torch.empty_like(data, dtype=grad.dtype)
+    param.grad = grad
+    param.data = data
 
 
 def _move(param: nn.Parameter, device: torch.device) -> None:
@@ -383,7 +394,7 @@ def _move(param: nn.Parameter, device: torch.device) -> None:
     with NoTorchFunction():
         param.data = param.data.to(device)
         if param.grad is not None:
-            param.grad = param.grad.to(device)
+            _set_gradient(param, param.grad.to(device))
 
 
 def waits_for_values(model: nn.Module, init: Callable[[nn.Module], None] | None) -> bool:

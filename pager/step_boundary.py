@@ -245,9 +245,8 @@ class StepBoundary:
         arena = self._engine.arena
         largest = max((segment.num_pages for segment in self._engine.space.segments), default=1)
         spare = spare_bytes // arena.page_size
-        while self._slab_frames and spare >= min(
-            SLAB_SEGMENTS * largest, self._slab_frames // LEAST_SLAB_PART
-        ):
+        least = max(min(SLAB_SEGMENTS * largest, self._slab_frames // LEAST_SLAB_PART), 1)
+        while self._slab_frames and spare >= least:
             frames = min(spare, self._slab_frames)
             self._device.release_cached_memory()
             arena.add_slab(frames)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pager.graph.capture import capture
 from pager.units import ceil_div, parse_size
 from tests import models, zoo
-from tests.graph.test_zoo import DEFAULT_SHARE, SHARES, train
+from tests.graph.test_zoo import SHARE, train
 
 PAGE_BYTES = parse_size("128KiB")
 STATE_COPIES = 4  # weight, gradient and AdamW's two moments, in the weight's dtype
@@ -154,7 +154,7 @@ def measure(real: Real) -> dict[str, Any]:
         "flops": float(found.flops.sum()),
         "peak_activation_bytes": found.peak_activation_bytes,
         "capture_seconds": round(seconds, 2),
-        "tiny_order": order_of_tiny(tiny, 0.5 if tiny is not build else SHARES.get(real.name, DEFAULT_SHARE)),
+        "tiny_order": order_of_tiny(tiny, SHARE),
     }
 
 

@@ -65,14 +65,17 @@ COMPUTE_SECONDS = {("3b", 1): 0.121, ("3b", 8): 0.834, ("7b", 1): 0.202, ("7b", 
 
 MEASURED = (
     Measured("3b", 12, 1, "backward", "device", 0.756, 32.4, before=0.750),
-    Measured("3b", 12, 1, "backward", "auto", 0.70, before=0.759),
-    Measured("3b", 12, 8, "backward", "auto", 1.12, before=1.046),
+    Measured("3b", 12, 1, "backward", "auto", 0.682),
+    Measured("3b", 12, 8, "backward", "auto", 1.025),
     Measured("7b", 24, 1, "backward", "device", 1.41, 61.9, before=1.411),
-    Measured("7b", 24, 1, "backward", "auto", 1.27, before=1.225),
+    Measured("7b", 24, 1, "backward", "auto", 1.152),
+    Measured("7b", 24, 1, "step", "device", 1.835),
     Measured("7b", 24, 8, "backward", "device", 1.947, 74.5, before=2.255),
     Measured("7b", 24, 8, "backward", "auto", 1.872, 65.4, 0.15, before=1.985),
     Measured("7b", 24, 8, "backward", "auto", 1.796, 57.0, 0.25, before=1.971),
     Measured("7b", 24, 8, "backward", "auto", 2.1, None, 0.45, before=1.984),
+    Measured("7b", 24, 8, "backward", "auto", 1.926),
+    Measured("7b", 24, 8, "step", "device", 2.967),
 )
 
 
@@ -115,7 +118,7 @@ def measured() -> list[dict[str, Any]]:
                 f"{row.model}, {row.gib} GiB, batch {row.batch}",
                 f"{row.update_at}, {row.update_on}" + (f" ({row.cpu_share})" if row.cpu_share else ""),
                 f"{row.seconds:.3f}",
-                f"{row.before:.3f}",
+                "-" if row.before is None else f"{row.before:.3f}",
                 f"{step.seconds:.3f}",
                 f"{off:+.1%}",
                 f"{step.page_in_bytes / 1e9:.1f}, {step.page_out_bytes / 1e9:.1f} ({row.gb or '-'})",

@@ -343,5 +343,6 @@ class Faults(Leases):
             f"pager: {what} needs {format_bytes(need)} on the device at once ({names}), but of "
             f"{format_bytes(self.arena.capacity_bytes)} for pages the largest stretch that can be emptied is "
             f"{format_bytes(largest)} ({format_bytes(pinned)} are in use). Raise device_budget by at least "
-            f"{format_bytes(max(need - largest, page_size))}, or drop views of managed tensors that you keep."
+            f"{format_bytes(max(need - largest, page_size))}, or drop views of managed tensors that you keep "
+            "(a torch.autograd.Function that saves a view keeps it until backward)."
         )

@@ -84,6 +84,7 @@ class Binding:
     """
 
     __slots__ = (
+        "derived_blindly",
         "fixed",
         "gradient",
         "hook",
@@ -125,6 +126,8 @@ class Binding:
         # Of a gradient: its norm, if it was taken on arrival, and what clipping still owes it (`pager.mmu.clipping`).
         self.norm: Norm | None = None
         self.scale: Scale | None = None
+        # Torch derived the graph of a view from this tensor while it pointed nowhere (`pager.mmu.view`).
+        self.derived_blindly = False
         # Versions counted by tensors that stood here before, so that a saved version never fits another
         # tensor.
         self.versions_before = 0
@@ -168,6 +171,16 @@ class Binding:
         """Set the gradient on the tensor itself; torch checks shape, dtype and device."""
         with NoTorchFunction():
             _set_grad(self.tensor, grad)
+
+    def check_graph(self) -> None:
+        """Refuse a gradient that came through a view's graph derived from no strides; it would be wrong."""
+        if self.derived_blindly:
+            self.derived_blindly = False
+            raise RuntimeError(
+                f"{self.name}: a view of it that is older than the last write to it was given to a custom "
+                "autograd.Function, a reentrant checkpoint or TorchScript, which do not ask the pager; its gradient "
+                "cannot be known. Make the view anew after each write (optimizer.step() is one)"
+            )
 
     def typed(self, lease: torch.Tensor) -> torch.Tensor:
         """The segment's tensor over a lease of all its pages."""

@@ -71,6 +71,9 @@ class Gradients:
         grad = binding.raw_grad()
         if grad is None:
             return
+        if binding.derived_blindly:
+            binding.set_raw_grad(None)
+            binding.check_graph()
         if grad.layout is not torch.strided:
             raise ConfigError(
                 f"{binding.name}: its gradient is {grad.layout}; sparse gradients cannot be paged yet. Use "
@@ -194,7 +197,7 @@ def let_go(slot: Binding, value_of: Callable[[Binding], torch.Tensor]) -> None:
     """A gradient or state whose value will be gone: if the user holds its tensor, that becomes an ordinary one with
     ``value_of(slot)``, and a new one stands in its place.
     """
-    if _num_references(slot) <= _UNSHARED or not slot.mmu.engine.has_value(slot.segment):
+    if not _is_shared(slot) or not slot.mmu.engine.has_value(slot.segment):
         return
     with torch.inference_mode(False):
         value = value_of(slot)
@@ -231,3 +234,17 @@ class _Alone:
 
 # References to a tensor that only its binding holds.
 _UNSHARED = _num_references(_Alone)
+
+
+class _Viewed(_Alone):
+    tensor = torch.empty(1)
+    view = tensor[:]
+
+
+# In torch 2.6 the views of a tensor are no references to its Python object.
+_VIEWS_REFER = _num_references(_Viewed) > _UNSHARED
+
+
+def _is_shared(slot: Binding) -> bool:
+    """Whether the user holds a tensor, or a view of it: views count their writes with it."""
+    return _num_references(slot) > _UNSHARED or (not _VIEWS_REFER and slot.mmu.engine.in_use(slot.segment))

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.errors import ConfigError, PagerClosed
-from pager.graph.access import current_phase, pop_hooks, push_hooks
+from pager.graph.access import can_hook, current_phase, pop_hooks, push_hooks
 from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction, strided_view
 from pager.mmu.clipping import Clipping
-from pager.mmu.modes import ordinary_tensors, without_dispatch_modes
+from pager.mmu.modes import in_forward_mode, in_transform, ordinary_tensors, without_dispatch_modes
 from pager.mmu.saved_tensors import saving_frames
 from pager.mmu.values import HomeAliases, cpu_tensor
+from pager.mmu.view import VIEWS_UNSEEN, View, add_frames, count_writes, mark_views, run_on_views
 from pager.page_table import PageState
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 # Torch's operations that write in place, not differentiable, and leave version counters as they were:
 # GradScaler's unscaling, and the fused optimizer steps. They write to every tensor in their lists.
 _WRITES_UNCOUNTED = ("_amp_foreach_", "_fused_")
+
+
+_Tensor = torch.Tensor
 
 
 class Mmu:
@@ -77,24 +81,37 @@ class Mmu:
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        views: Sequence[View] = (),
     ) -> Any:
-        """Run ``func`` with the bound tensors resident. Called with torch functions enabled; disables them
-        inside.
+        """Run ``func`` with the bound tensors resident; ``views`` of such, which it names too, are. Called with torch
+        functions enabled; disables them inside.
         """
         name = getattr(func, "__name__", "an operation")
         use = object()
         leases: list[torch.Tensor] = []
         pushed: list[Any] = []
         try:
-            leases += self.enter(bindings, name, use)
+            if bindings:
+                leases += self.enter(bindings, name, use)
             with NoTorchFunction():
                 if name.startswith(_WRITES_UNCOUNTED):
-                    return _count_writes(bindings, func, args, kwargs)
+                    return count_writes(bindings, views, func, args, kwargs)
                 if not torch.is_grad_enabled():
-                    return func(*args, **kwargs)
-                frames = {lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)}
-                push_hooks(saving_frames(frames), pushed)
-                return func(*args, **kwargs)
+                    result = func(*args, **kwargs)
+                elif can_hook() and not (in_transform() and in_forward_mode()):
+                    frames = {
+                        lease.data_ptr(): binding for lease, binding in zip(leases, bindings, strict=True)
+                    }
+                    if views:
+                        add_frames(frames, views)
+                    push_hooks(saving_frames(frames), pushed)
+                    result = func(*args, **kwargs)
+                else:  # torch.func allows no hooks, or shows them wrappers
+                    result = run_on_views(func, args, kwargs)
+                # Asked here, since this is the way of every operation: nearly none makes a view.
+                if type(result) is not _Tensor or result._is_view() or name in VIEWS_UNSEEN:
+                    mark_views(result, leases, bindings, views, name)
+                return result
         finally:
             if pushed:
                 pop_hooks()
@@ -151,6 +168,11 @@ class Mmu:
             self.engine.use_again(run)
             leases.append(lease)
         return leases
+
+    def point(self, binding: Binding, use: object) -> None:
+        """Point a tensor of which a view is used at its frames until ``exit``: no access, the view is what is read."""
+        with without_dispatch_modes():
+            self._bring([binding], f"a view of {binding.name}", use)
 
     def _bring(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
         """Leases on tensors that are somewhere, or nowhere yet, pointed at their frames."""
@@ -326,14 +348,3 @@ class Mmu:
     def _check_open(self) -> None:
         if self.closed:
             raise PagerClosed("this model's pager is closed; call pager.manage(model) to page it again")
-
-
-def _count_writes(
-    bindings: Sequence[Binding], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Run an operation that writes to the tensors it names without moving their versions; move them."""
-    try:
-        return func(*args, **kwargs)
-    finally:
-        for binding in bindings:
-            binding.bump_version()

@@ -11,22 +11,33 @@ A call falls into one of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pager.graph.access import LAYOUT, METADATA, collect_tensors
+from pager.graph.access import LAYOUT, METADATA, collect_tensors, ordinary_views
 from pager.mmu import foreach
 from pager.mmu.binding import Binding, NoTorchFunction, set_data
+from pager.mmu.modes import in_dispatch_mode
+
+if TYPE_CHECKING:
+    from pager.mmu.view import View
 
 # func -> handler(func, args, kwargs); filled by pager.mmu.special
 SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
 
 
-class Paged(torch.Tensor):
-    """What paged parameters and paged tensors share: the door. Never made by users."""
+class Managed(torch.Tensor):
+    """What passes through the door: paged tensors, and views of their frames (`pager.mmu.view`)."""
+
+    _pager: Any  # of a view None
+
+
+class Paged(Managed):
+    """What paged parameters and paged tensors share. Never made by users."""
 
     _pager: Binding
 
@@ -76,23 +87,64 @@ class PagedTensor(Paged):
 
 
 def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that touches the elements of the paged tensors it names."""
-    bindings = [tensor._pager for tensor in collect_tensors(Paged, args, kwargs)]
-    if not bindings:
-        with NoTorchFunction():
-            return func(*args, **kwargs)
+    """Run an operation that touches the elements of the paged tensors, or views of such, that it names."""
+    found = collect_tensors(Managed, args, kwargs)
+    # A view may be an ordinary tensor for a moment, in another thread (`ordinary_views`).
+    bindings: list[Any] = [getattr(tensor, "_pager", None) for tensor in found]
+    if not bindings or None in bindings:
+        return _access_views(func, args, kwargs, found)
     mmu = bindings[0].mmu
     if len(bindings) > 1:
         if any(binding.mmu is not mmu for binding in bindings):
-            return _access_of_several_models(func, args, kwargs, bindings)
+            return _access_of_several_models(func, args, kwargs, bindings, ())
         parts = foreach.split(func, args, kwargs, bindings)
         if parts is not None:
             return foreach.join([access(func, part_args, kwargs) for part_args in parts])
     return mmu.run(bindings, func, args, kwargs)
 
 
+def _access_views(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Sequence[Managed]) -> Any:
+    """An operation that names ``found``: views, and perhaps paged tensors too."""
+    bindings: list[Binding] = []
+    views: list[View] = []
+    stale = False
+    for tensor in found:
+        binding = getattr(tensor, "_pager", None)
+        if binding is not None:
+            bindings.append(binding)
+            continue
+        frames = getattr(tensor, "_pager_view", None)
+        if frames is not None:
+            views.append((tensor, frames))
+            stale = stale or frames.is_stale()
+    if not bindings and not views:
+        with NoTorchFunction():
+            return func(*args, **kwargs)
+    mmu = (bindings[0] if bindings else views[0][1].binding).mmu
+    if len(bindings) > 1:
+        parts = foreach.split(func, args, kwargs, bindings)
+        if parts is not None:
+            return foreach.join([access(func, part_args, kwargs) for part_args in parts])
+    one_model = all(binding.mmu is mmu for binding in bindings)
+    if one_model and not stale and not in_dispatch_mode():
+        return mmu.run(bindings, func, args, kwargs, views)
+    use = object()
+    pointed: list[Binding] = []
+    try:
+        for view, frames in views:
+            frames.point_base(view, use, pointed)
+        # Dispatch modes refuse classes that they do not know, and a view is of torch's own to them.
+        with ordinary_views(Managed, args, kwargs) if in_dispatch_mode() else contextlib.nullcontext():
+            if one_model:
+                return mmu.run(bindings, func, args, kwargs, views)
+            return _access_of_several_models(func, args, kwargs, bindings, views)
+    finally:
+        for binding in pointed:
+            binding.mmu.exit([binding], use)
+
+
 def _access_of_several_models(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bindings: list[Binding], views: Sequence[View]
 ) -> Any:
     """An operation on tensors of more than one managed model, such as an average of two."""
     mmu = bindings[0].mmu
@@ -102,7 +154,7 @@ def _access_of_several_models(
     leases: list[torch.Tensor] = []
     try:
         leases += mmu.enter(own, getattr(func, "__name__", "an operation"), use)
-        return others[0].mmu.run(others, func, args, kwargs)
+        return others[0].mmu.run(others, func, args, kwargs, views)
     finally:
         mmu.exit(own, use)
         leases.clear()

@@ -14,6 +14,9 @@ seen without us;
 version: hooks switch off
   torch's in-place check, so we make it.
 
+A weight that is asked for first has what was saved beside it unpacked before it comes to the device: under a checkpoint
+that recomputes, and needs the room.
+
 Why not pin from forward to backward: then nothing could ever leave.
 """
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from pager.graph.access import SavedTensorHooks, hooks_beneath
+from pager.graph.access import Neighbours, SavedBeneath, SavedTensorHooks, hooks_beneath
 from pager.mmu.binding import Binding, raw_version, strided_view
 
 
@@ -38,14 +41,33 @@ def changed_since(tensor_name: str, size: torch.Size, found: int, expected: int)
 class _SavedFrame:
     """A saved tensor that lay in a managed frame."""
 
-    __slots__ = ("base", "binding", "conj", "dtype", "neg", "offset", "size", "stride", "version")
+    __slots__ = (
+        "base",
+        "binding",
+        "conj",
+        "dtype",
+        "is_view",
+        "neg",
+        "neighbours",
+        "offset",
+        "place",
+        "segment",
+        "size",
+        "stride",
+        "version",
+    )
 
-    def __init__(self, binding: Binding, tensor: torch.Tensor) -> None:
+    def __init__(self, binding: Binding, tensor: torch.Tensor, neighbours: Neighbours | None) -> None:
         self.binding = binding
+        self.neighbours = neighbours
+        if neighbours is not None:
+            self.place = neighbours.next_place()
         # A gradient that is dropped while this refers to it becomes an ordinary tensor with the old values,
         # and so does a parameter when its model is closed.
         self.base = binding.tensor
         self.version = raw_version(self.base)
+        self.segment = binding.segment
+        self.is_view = tensor is not self.base
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.dtype = tensor.dtype
@@ -54,33 +76,33 @@ class _SavedFrame:
         self.offset = int(tensor.storage_offset())
 
     def unpack(self) -> torch.Tensor:
+        if self.neighbours is not None:
+            self.neighbours.unpack_beside(self.place)
         found = raw_version(self.base)
         if found != self.version:
             raise changed_since(f"parameter {self.binding.name}", self.size, found, self.version)
+        dtype, size, stride = self.dtype, self.size, self.stride
+        segment = self.binding.segment
+        if segment is not self.segment and self.binding.tensor is self.base:
+            if self.is_view:
+                raise RuntimeError(
+                    f"backward needs the values that {self.binding.name} had before it was converted from {dtype} "
+                    f"with strides {self.segment.stride} to {segment.dtype} with {segment.stride}; call backward() "
+                    "before model.half(), .to(dtype) or the like"
+                )
+            dtype, size, stride = (
+                segment.dtype,
+                segment.size,
+                segment.stride,
+            )  # a weight itself is what it is now
         if getattr(self.base, "_pager", None) is self.binding:
-            mmu = self.binding.mmu
-            tensor = mmu.fault_saved(self.binding, self.dtype, self.size, self.stride, self.offset)
+            tensor = self.binding.mmu.fault_saved(self.binding, dtype, size, stride, self.offset)
         else:
-            storage = self.base.untyped_storage()
-            tensor = strided_view(storage, self.dtype, self.size, self.stride, self.offset)
+            tensor = strided_view(self.base.untyped_storage(), dtype, size, stride, self.offset)
         if self.conj:
             tensor = torch._conj(tensor)
         if self.neg:
             tensor = torch._neg_view(tensor)
-        return tensor
-
-
-class _SavedBeneath:
-    """A saved tensor that the hooks beneath ours packed."""
-
-    __slots__ = ("packed", "unpack_beneath")
-
-    def __init__(self, hooks: SavedTensorHooks, tensor: torch.Tensor) -> None:
-        self.packed = hooks[0](tensor)
-        self.unpack_beneath = hooks[1]
-
-    def unpack(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.unpack_beneath(self.packed)
         return tensor
 
 
@@ -100,22 +122,23 @@ class _SavedOrdinary:
         return self.tensor
 
 
-def _unpack(saved: _SavedFrame | _SavedBeneath | _SavedOrdinary) -> torch.Tensor:
+def _unpack(saved: _SavedFrame | SavedBeneath | _SavedOrdinary) -> torch.Tensor:
     return saved.unpack()
 
 
 def saving_frames(frames: dict[int, Binding]) -> SavedTensorHooks:
     """Hooks under which tensors over ``frames`` (storage address -> binding) are packed as frames."""
     beneath = hooks_beneath()
+    neighbours = None if beneath is None else Neighbours()
 
-    def pack(tensor: torch.Tensor) -> _SavedFrame | _SavedBeneath | _SavedOrdinary:
+    def pack(tensor: torch.Tensor) -> _SavedFrame | SavedBeneath | _SavedOrdinary:
         # Looking at storage of a tensor without one (sparse, functional wrappers) raises; such are never
         # frames.
         binding = frames.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if binding is not None:
-            return _SavedFrame(binding, tensor)
-        if beneath is not None:
-            return _SavedBeneath(beneath, tensor)
+            return _SavedFrame(binding, tensor, neighbours)
+        if beneath is not None and neighbours is not None:
+            return neighbours.add(SavedBeneath(beneath, tensor))
         return _SavedOrdinary(tensor)
 
     return pack, _unpack

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pager.errors import ConfigError
@@ -279,12 +280,49 @@ def _grad(
         allow_unused=bool(allow_unused or materialize_grads),
         is_grads_batched=is_grads_batched,
     )
+    for tensor in given:
+        if isinstance(tensor, Paged):
+            tensor._pager.check_graph()
     if materialize_grads:
         return tuple(
             torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if grad is None else grad
             for tensor, grad in zip(given, result, strict=True)
         )
     return tuple(result)
+
+
+@_handles(torch.autograd.backward)
+def _autograd_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.backward` with paged tensors among its arguments, such as ``loss.backward(inputs=[...])``."""
+    return _backward(*args, **kwargs)
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    if inputs is not None:
+        given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        inputs = [_edge(tensor) if isinstance(tensor, Paged) else tensor for tensor in given]
+    torch.autograd.backward(
+        _ordinary(tensors), _ordinary(grad_tensors), retain_graph, create_graph, grad_variables, inputs
+    )
+
+
+@_handles(torch.Tensor.backward)
+def _tensor_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward that begins at a paged tensor, or is given one."""
+    return func(*(_ordinary(arg) for arg in args), **{k: _ordinary(value) for k, value in kwargs.items()})
+
+
+@_handles(F.triplet_margin_with_distance_loss)
+def _with_distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """It calls a function of the user's, which must find the door open."""
+    return _tensor_backward(func, args, kwargs)
 
 
 def _edge(tensor: Paged) -> Any:

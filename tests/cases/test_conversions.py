@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pager
+from pager.config import Checks
 from tests import models
 from tests.cases.same import PAGE, Report, check_equal, check_same, manage, train, train_step
 
@@ -247,3 +248,21 @@ def test_an_optimizer_that_cannot_be_paged_runs_where_the_model_fits() -> None:
         its.step(closure)
     model.pager.close()
     check_equal(dict(twin.model.state_dict()), dict(model.state_dict()), "weights")
+
+
+@pytest.mark.parametrize("budget", ["64KiB", "8MiB"])
+def test_a_gradient_of_the_old_dtype_outlives_the_model_s_pages(budget: str) -> None:
+    """A graph from before the conversion leaves it; torch would not let anybody assign it."""
+
+    def script(model: Any, report: Report) -> None:
+        loss = model(torch.ones(2, 96)).square().sum()
+        model.half()
+        loss.backward()
+        report("gradients", [param.grad for param in model.parameters()])
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(96, 96)
+
+    check_same(make, script, device_budget=budget)
+    check_same(make, script, device_budget=budget, checks=Checks(page_all=True))

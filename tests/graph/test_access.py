@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import warnings
 import weakref
@@ -18,6 +19,9 @@ from pager.graph.access import (
     LAYOUT,
     METADATA,
     AccessRecorder,
+    Neighbours,
+    SavedBeneath,
+    TracedView,
     collect_tensors,
     current_phase,
     is_access,
@@ -234,6 +238,100 @@ def test_recorder_leaves_other_saved_tensors_to_the_hooks_beneath() -> None:
     assert sorted(unpacked) == sorted(packed)
     assert parameter.grad is not None
     assert torch.allclose(parameter.grad, x.t() @ (x @ parameter.data).exp())
+
+
+@pytest.mark.parametrize("bias", [False, True])  # autograd asks for the weight first, or for the input
+def test_what_is_saved_beside_a_weight_is_unpacked_before_it_and_once_a_backward(bias: bool) -> None:
+    events: list[Any] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        events.append(tuple(tensor.shape))
+        return tensor
+
+    parameter, recorder = make_parameter()
+    recorder._on_tick = lambda: events.append("tick")
+    x = torch.randn(3, 6, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack):
+        loss = nn.functional.linear(x, parameter, torch.ones(4) if bias else None).sum()
+    torch.autograd.grad(loss, [x], retain_graph=True)  # in which autograd does not ask for the input
+    for _ in range(2):
+        events.clear()
+        loss.backward(retain_graph=True)
+        assert events == [(3, 6), "tick", "tick"]  # the weight, its gradient
+
+
+def test_what_autograd_asks_for_in_no_backward_is_unpacked_each_time() -> None:
+    asked: list[int] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        asked.append(1)
+        return tensor
+
+    saved = SavedBeneath((Tensor.detach, unpack), torch.ones(2))
+    neighbours = Neighbours()
+    neighbours.unpack_beside(neighbours.next_place())
+    neighbours.add(saved)
+    neighbours.unpack_beside(0)
+    assert asked == []
+    assert torch.equal(saved.unpack(), saved.unpack())
+    assert asked == [1, 1]
+    del saved
+    neighbours.unpack_beside(1)  # gone with its graph
+    assert asked == [1, 1]
+
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "t": lambda p: p.t(),
+    "a view of a view": lambda p: p.t()[1:].unsqueeze(0),
+    "detach": lambda p: p.detach(),
+    "chunk": lambda p: p.chunk(2)[1],
+    "without grad": lambda p: _without_grad(p),
+}
+
+
+def _without_grad(parameter: Tensor) -> Tensor:
+    with torch.no_grad():
+        return parameter.t()
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_is_saved_of_a_view_is_recorded_in_backward(name: str) -> None:
+    parameter, recorder = make_parameter()
+    view = VIEWS[name](parameter)
+    num_ticks = recorder.num_ticks
+    x = torch.ones(view.shape[-1], requires_grad=True)
+    assert isinstance(view, TracedView)
+    product = view @ x
+    assert type(product) is Tensor
+    assert recorder.num_ticks == num_ticks  # using a view is no access of its own
+    torch.autograd.grad(product.sum(), [x])
+    assert [Phase(phase) for *_, phase in recorder.rows[num_ticks:]] == [Phase.BACKWARD]
+    torch.add(view.new_ones(1), view)
+    assert recorder.num_ticks == num_ticks + 1
+    torch.mul(view[..., :1, :1], parameter)
+    assert recorder.num_ticks == num_ticks + 2  # the parameter beside it is one
+
+
+def test_a_result_that_can_be_no_view_or_may_not_be_hooked_is_left_alone() -> None:
+    parameter, recorder = make_parameter()
+    assert type(parameter.to_sparse()) is Tensor
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        product = torch.ones(1, 4, requires_grad=True) @ parameter
+    num_ticks = recorder.num_ticks
+    product.sum().backward()
+    assert recorder.num_ticks == num_ticks + 1  # the gradient
+
+
+def test_a_traced_view_is_as_any_tensor() -> None:
+    parameter, recorder = make_parameter()
+    view = parameter.t()
+    assert repr(view) == repr(nn.Parameter(parameter.data).t())
+    assert type(copy.deepcopy(view.detach())) is Tensor
+    view[0, 0].backward()
+    assert type(view) is TracedView
+    assert parameter.grad is not None
+    assert parameter.grad.sum() == 1
+    assert recorder.rows[-1][3] == Phase.GRADIENT
 
 
 def test_recorder_keeps_no_graph_alive() -> None:

@@ -254,3 +254,18 @@ def test_a_slab_is_worth_having_for_a_part_of_a_first_one(trained: Trained) -> N
     assert arena.capacity_bytes == first + largest * arena.page_size
     boundary._device = trained.runtime.device
     trained.step()
+
+
+def test_no_room_is_no_slab_however_small_the_first_ones_are(trained: Trained) -> None:
+    trained.step()
+    arena = trained.runtime.arena
+    arena.budget_bytes = 2**30
+    boundary: Any = trained.runtime.boundary
+    boundary._device, boundary._slab_frames = Gpu(), 5
+    first, num_slabs = arena.capacity_bytes, arena.num_slabs
+    boundary.grow_arena(0)
+    assert (arena.capacity_bytes, arena.num_slabs) == (first, num_slabs)
+    boundary.grow_arena(arena.page_size)
+    assert arena.capacity_bytes == first + arena.page_size
+    boundary._device = trained.runtime.device
+    trained.step()

@@ -222,7 +222,7 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "mmu/gradient.py:Gradients.add:bump_version": accumulate_a_gradient_at_home,
     "mmu/clipping.py:Clipping._count_write:bump_version": clip_under_a_graph,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,
-    "mmu/mmu.py:_count_writes:bump_version": unscale_a_gradient,
+    "mmu/view.py:count_writes:bump_version": unscale_a_gradient,
     "optim/units.py:PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,
     "optim/units.py:PagedUnit._commit:mark_dirty#2": train,
     "optim/units.py:PagedUnit._commit:bump_version": train,
