@@ -164,12 +164,14 @@ def _draw_waveform(axes: Any, prediction: Prediction, step: SimulatedStep) -> No
 def _draw_engines(axes: Any, step: SimulatedStep) -> None:
     names = [name for name, seconds in step.busy_seconds.items() if seconds > 0 and name != "host"]
     colours = {"compute": "#4d9221", "h2d": "#2166ac", "d2h": "#92c5de", "cpu update": "#b2182b"}
+    least = step.seconds / 1000  # about a pixel: what is narrower would not be drawn at all
     for line, name in enumerate(names):
-        bars = [
-            (max(task.begin_seconds, 0.0), min(task.end_seconds, step.seconds) - max(task.begin_seconds, 0.0))
+        spans = [
+            (max(task.begin_seconds, 0.0), min(task.end_seconds, step.seconds))
             for task in step.tasks
             if task.engine == name
         ]
+        bars = [(begin, max(end - begin, least)) for begin, end in spans]
         axes.broken_barh(bars, (line - 0.4, 0.8), color=colours.get(name, "#8c510a"), linewidth=0)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 
 from pager.tools import cli
 from pager.tools.captured import capture_model
@@ -105,6 +105,12 @@ def colours_in(png: bytes) -> int:
     return len(np.unique(np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).reshape(-1, 3), axis=0))
 
 
+def columns_with(png: bytes, colour: str) -> int:
+    """How many of the picture's columns of pixels hold a colour."""
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    return int((pixels == ImageColor.getrgb(colour)).all(axis=-1).any(axis=0).sum())
+
+
 def test_plan_writes_a_page_that_needs_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +129,7 @@ def test_plan_writes_a_page_that_needs_nothing_else(
     png = base64.b64decode(picture.partition("base64,")[2])
     assert png == (folder / "plan.png").read_bytes()
     assert colours_in(png) > 20
+    assert columns_with(png, "#4d9221") > 50  # of computation, each bar of which is narrower than a pixel
     assert "Far beyond" in text
     assert "<h2>Miss ratio by device memory" in text
     assert "all of the state" in text
