@@ -62,7 +62,8 @@ class Config:
     device_budget: bytes, "24GiB", or a fraction of the device's memory in (0, 1]; None = 90 % of what is
         free, on the simulated device 25 % of the host memory that is free.
     device_headroom: bytes kept free for activations beyond what was measured; "auto" = one thirty-second of the
-        budget or a third of the activations, on the simulated device 0 (activations are not counted there).
+        budget or a third of the activations, once a few steps were measured one forty-eighth or a twelfth; on the
+        simulated device 0 (activations are not counted there).
     host_budget: bytes, "48GiB", or a fraction of the smaller of physical memory and the cgroup limit. Counts the whole
         process; ``handle.set(host_budget=...)`` changes it while the model trains.
     disk: folder for the third tier, or None for two tiers. It is used by what host memory has no room for.
