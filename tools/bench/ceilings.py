@@ -49,12 +49,14 @@ def measure_ceilings(job: StepJob, device: torch.device, machine: Device) -> lis
     streaming = _update_rate(big, torch.device("cpu"))
     # In cache the arithmetic alone is the limit; the DRAM's is a ceiling of its own.
     cpu_rate = max(streaming, _update_rate(small, torch.device("cpu")))
-    dram = max(_copy_rate(big), _triad_rate(big), streaming * UPDATE_BYTES)
+    dram = max(_dram_rate(big), streaming * UPDATE_BYTES)
     device_rate = _update_rate(big, device)
     machine.release_cached_memory()
     context = machine.process_bytes() - machine.allocator_bytes()
     computes = list(_compute(job, device, machine))
     machine.release_cached_memory()
+    # Host memory is shared with whoever else is on the machine: seen once at two thirds of what it gave a minute later.
+    dram = max(dram, _dram_rate(big))
     common = {
         **link,
         "device_update_parameters_per_second": device_rate,
@@ -109,6 +111,18 @@ def _update_rate(num_parameters: int, device: torch.device) -> float:
     step = torch.zeros((), device=device)
     update_states(states, gradient, step)
     return num_parameters / _best_seconds(lambda: update_states(states, gradient, step), device, calls=4)
+
+
+def _dram_rate(num_elements: int) -> float:
+    return max(_copy_rate(num_elements), _triad_rate(num_elements), _scale_rate(num_elements))
+
+
+def _scale_rate(num_elements: int) -> float:
+    """Bytes per second, read and written, of x = 0.5 x in host memory: no line is fetched only to be overwritten, which
+    copies do and do not count.
+    """
+    x = torch.ones(num_elements)
+    return 2 * x.nbytes / _best_seconds(lambda: x.mul_(0.5), torch.device("cpu"))
 
 
 def _copy_rate(num_elements: int) -> float:
