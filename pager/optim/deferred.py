@@ -29,6 +29,7 @@ import torch
 
 from pager.interrupts import uninterrupted
 from pager.mmu.modes import apart
+from pager.optim.units import make_stand_ins
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -103,8 +104,7 @@ class Deferred:
         for units in self._units.values():
             by_group.setdefault(units[0].progress.group_index, []).append(units[0].progress)
         for group_index, members in by_group.items():
-            stand_ins = [progress.stand_in(update) for progress in members]
-            new = update.run_class(group_index, [s[0] for s in stand_ins], [s[1] for s in stand_ins])
+            new = update.run_class(group_index, *make_stand_ins(update, members))
             for progress, state in zip(members, new, strict=True):
                 yield progress, {key: value for key, value in state.items() if key in progress.scalars}
 

@@ -7,12 +7,12 @@ a step, is milliseconds of the launching thread; torch's foreach operations take
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["clone_all", "copy_all"]
+__all__ = ["clone_all", "copy_all", "single_ones"]
 
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -35,6 +35,15 @@ def clone_all(tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = No
     clones = [torch.empty_like(t, dtype=dtype) if _is_plain(t) else t.detach().clone() for t in tensors]
     copy_all((clone, t.detach()) for clone, t in zip(clones, tensors, strict=True) if _is_plain(t))
     return [clone if dtype is None else clone.to(dtype) for clone in clones]
+
+
+def single_ones(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
+    """``torch.ones(1, dtype=dtype, device=device)`` for each; those of a dtype share their memory."""
+    counts = Counter(dtypes)
+    ones = {
+        dtype: iter(torch.ones(count, dtype=dtype, device=device).split(1)) for dtype, count in counts.items()
+    }
+    return [next(ones[dtype]).detach() for dtype in dtypes]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ A unit's class step works on copies; committing them is the only part that chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from pager.mmu.clipping import Scale, scaled, scaled_copy
 from pager.optim.master import join, split
 from pager.optim.masters import LOW
 from pager.optim.schedule import Slice, note_accesses, unit_ranges
-from pager.optim.together import clone_all, copy_all
+from pager.optim.together import clone_all, copy_all, single_ones
 from pager.spans import span
 
 if TYPE_CHECKING:
@@ -74,18 +74,6 @@ class Progress:
         """A state dict to be stepped: these tensors, and copies of what is not paged, in the user's order."""
         return {key: paged[key] if key in paged else _copy_of(self.scalars[key]) for key in self.keys}
 
-    def stand_in(self, update: Update) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A parameter of one element with gradient and state, which the class steps as it would the whole."""
-        device = update.adopted.engine.device.torch_device
-        dtype = update.adopted.stepped_dtype(self.binding)
-        param = torch.ones(1, dtype=dtype, device=device, requires_grad=True)
-        param.grad = torch.ones_like(param)
-        paged = {
-            key: torch.ones(1, dtype=state.segment.dtype, device=device)
-            for key, state in update.adopted.paged_states(self.binding).items()
-        }
-        return param, self.state_of(paged)
-
     def show_scalars(self, update: Update) -> None:
         """Write what the step makes of the scalars into the user's state dict."""
         assert self.new_scalars is not None
@@ -120,6 +108,28 @@ class Progress:
             # Units that are kept for the next step must not look like a user who holds the states.
             self.state = None
             update.adopted.masters.written(self.binding)
+
+
+def make_stand_ins(
+    update: Update, members: Sequence[Progress]
+) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """For each parameter one of a single element, with gradient, and its state, which the class steps as it would the
+    whole. In few launches, since a model has hundreds.
+    """
+    adopted = update.adopted
+    states = [adopted.paged_states(progress.binding) for progress in members]
+    stepped = [adopted.stepped_dtype(progress.binding) for progress in members]
+    dtypes = [state.segment.dtype for paged in states for state in paged.values()]
+    ones = iter(single_ones([*stepped, *stepped, *dtypes], adopted.engine.device.torch_device))
+    params = [next(ones).requires_grad_(True) for _ in members]
+    for param in params:
+        param.grad = next(ones)
+    single = [{key: next(ones) for key in paged} for paged in states]
+    scalars = _all_cloned([progress.scalars for progress in members])
+    return params, [
+        {key: one[key] if key in one else own[key] for key in progress.keys}
+        for progress, one, own in zip(members, single, scalars, strict=True)
+    ]
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pager.optim.together import clone_all, copy_all
+from pager.optim.together import clone_all, copy_all, single_ones
 
 
 # Made anew for each test: other tests look at all tensors that there are.
@@ -74,3 +74,14 @@ def test_many_of_a_kind_are_one_operation() -> None:
         clones = clone_all(many)
     assert sum(event.count for event in profiled.key_averages() if event.key == "aten::_foreach_copy_") == 1
     assert all(map(torch.equal, many, clones))
+
+
+def test_single_ones_are_those_that_were_asked_for_and_do_not_touch_each_other() -> None:
+    dtypes = [torch.float32, torch.int16, torch.float32, torch.bfloat16, torch.int16]
+    ones = single_ones(dtypes, torch.device("cpu"))
+    assert [one.dtype for one in ones] == dtypes
+    assert all(one.tolist() == [1] and one.is_leaf and not one._is_view() for one in ones)
+    ones[0].add_(1)
+    assert [one.item() for one in ones] == [2, 1, 1, 1, 1]
+    assert len({one.untyped_storage().data_ptr() for one in ones}) == 3  # a launch for each dtype
+    assert single_ones([], torch.device("cpu")) == []
