@@ -74,6 +74,11 @@ def _check_modules(model: nn.Module) -> None:
             raise ConfigError(
                 f"module {name or '(the model)'} is sharded by FSDP2. Use either FSDP or pager, not both."
             )
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ConfigError(
+                f"module {name or '(the model)'} is TorchScript, whose operations read weights without asking for "
+                "them. Give pager the module that it was made from"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ConfigError(
                 f"module {name or '(the model)'} has sparse gradients, which cannot be paged yet; "

@@ -203,9 +203,10 @@ def _can_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _escape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is returned may be written to without anyone counting; it keeps the frames pinned while it lives."""
     binding = args[0]._pager
+    forced = bool(kwargs.get("force", len(args) > 1 and args[1]))
     with NoTorchFunction():
-        needs_detach = args[0].requires_grad and func is _method("numpy")
-    if needs_detach:
+        needs_detach = args[0].requires_grad and torch.is_grad_enabled() and func is _method("numpy")
+    if needs_detach and not forced:
         raise RuntimeError(
             "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
         )
@@ -239,6 +240,20 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     binding = args[0]._pager if isinstance(args[0], Paged) else args[1]._pager
     raise ConfigError(
         f"{binding.name}: {name} would replace the storage of a managed tensor. Call model.pager.close() first."
+    )
+
+
+@_handles(
+    *(
+        _method(f"{name}_")
+        for name in ["t", "transpose", "swapaxes", "swapdims", "unsqueeze", "squeeze", "as_strided"]
+    )
+)
+def _refuse_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    binding = args[0]._pager
+    raise ConfigError(
+        f"{binding.name}: {func.__name__} would give a managed tensor another shape in place. Use "
+        f"{func.__name__.rstrip('_')}, or call model.pager.close() first."
     )
 
 

@@ -329,3 +329,37 @@ def test_replacing_the_storage_is_refused() -> None:
         weight.data = torch.ones(3)
     assert budget_bytes(model, 0.5) > 0
     model.pager.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.t_(),
+        lambda w: w.transpose_(0, 1),
+        lambda w: w.unsqueeze_(0),
+        lambda w: w.squeeze_(),
+        lambda w: w.swapaxes_(0, 1),
+        lambda w: w.as_strided_((96,), (1,)),
+    ],
+)
+def test_another_shape_in_place_is_refused(change: Any) -> None:
+    """It would be gone with the operation."""
+    model = manage(make_mlp())
+    with torch.no_grad(), pytest.raises(pager.ConfigError, match="another shape in place. Use .*[a-z], or"):
+        change(model[0].weight)
+    check_equal(dict(make_mlp().state_dict()), dict(model.state_dict()), "weights")
+    model.pager.close()
+
+
+def test_numpy_asks_for_detach_where_torch_does() -> None:
+    plain, model = make_mlp(), manage(make_mlp())
+    expected = plain[0].weight.detach().numpy()
+    with torch.no_grad():
+        assert (model[0].weight.numpy() == expected).all()
+    with torch.inference_mode():
+        assert (model[0].weight.numpy() == expected).all()
+    assert (model[0].weight.numpy(force=True) == expected).all()
+    for each in (plain, model):
+        with pytest.raises(RuntimeError, match="requires grad"):
+            each[0].weight.numpy()
+    model.pager.close()

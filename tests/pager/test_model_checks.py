@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -143,3 +144,14 @@ def test_meta_parameters_have_no_memory_to_share() -> None:
 def test_something_else_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="takes a torch.nn.Module, not a Tensor"):
         sort_parameters(torch.zeros(3), PAGE)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::DeprecationWarning")
+def test_torchscript_with_weights_is_refused() -> None:
+    """It reads weights without asking for them; what has none may be."""
+    scripted = torch.jit.script(nn.Linear(96, 96))
+    for model, name in ((scripted, "(the model)"), (nn.Sequential(nn.Linear(96, 96), scripted), "1")):
+        with pytest.raises(ConfigError, match=f"module {re.escape(name)} is TorchScript"):
+            sort_parameters(model, PAGE)
+    without = nn.Sequential(nn.Linear(96, 96), torch.jit.script(nn.ReLU()))
+    assert len(sort_parameters(without, PAGE).paged) == 1
