@@ -4,7 +4,8 @@ A tensor whose home is host memory can be shown without a copy: an ordinary CPU 
 as torch's own ``state_dict()`` aliases the parameter. The catch is that device copies do not see what the
 user writes there. So the MMU remembers each alias, and before the next use of the tensor looks whether it was
 written to (its version moved) or may have been (it is gone): then the device copy is dropped and the home is
-read again.
+read again. Of a home that cannot be shown so (the device, the disk) a copy is given out; what is written to that is
+written to the tensor before its next use.
 """
 
 from __future__ import annotations
@@ -38,6 +39,26 @@ class _Alias:
     refused: int = -1
 
 
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A tensor that was given out in place of a home, its version when it was last seen, and that of the tensor whose
+    values it shows. ``kept``: of a parameter, the same memory and version, also if the user has dropped it: what was
+    written before that counts. (Of states, which may be large and on a disk, it does while the user has the tensor.)
+    """
+
+    ref: weakref.ref[torch.Tensor]
+    seen: int
+    shows: int
+    kept: torch.Tensor | None
+
+    def tensor(self) -> torch.Tensor | None:
+        """It, as long as somebody may look at it, or it was written to unseen."""
+        held = self.ref()
+        if held is None and self.kept is not None and self.kept._version > self.seen:
+            return self.kept
+        return held
+
+
 class HomeAliases:
     """The CPU tensors over homes that users hold. Safe to call from several threads.
 
@@ -51,13 +72,13 @@ class HomeAliases:
         self._aliases: dict[int, list[_Alias]] = {}
         # What storages over homes stand on: alive as long as any view of an alias is.
         self._arrays: dict[int, list[weakref.ref[Any]]] = {}
-        # Tensors given out for homes that host memory is not: brought up to date after each step.
-        self._copies: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        # By segment, what was given out for homes that host memory is not: brought up to date after each step.
+        self._copies: dict[int, list[_Copy]] = {}
         # Reentrant: garbage collection under it may run code of the user's that comes here.
         self._lock = threading.RLock()
 
     def __bool__(self) -> bool:
-        return bool(self._aliases)
+        return bool(self._aliases or self._copies)
 
     def is_held(self, segment: Segment) -> bool:
         """Whether an alias of the segment's home, or a view of one, is alive."""
@@ -85,10 +106,14 @@ class HomeAliases:
             aliases.append(_Alias(weakref.ref(tensor), tensor._version))
         return tensor
 
-    def remember_copy(self, segment: Segment, tensor: torch.Tensor) -> None:
+    def remember_copy(self, binding: Binding, tensor: torch.Tensor) -> None:
         """A tensor that stands for a home which cannot be aliased (the device, the disk)."""
         with self._lock:
-            self._copies.append((segment.index, weakref.ref(tensor)))
+            self._copies_of(binding.segment.index)  # forget what nobody has any more
+            kept = tensor.detach() if binding.segment.kind == "parameter" else None
+            self._copies.setdefault(binding.segment.index, []).append(
+                _Copy(weakref.ref(tensor), tensor._version, binding.version(), kept)
+            )
 
     def refresh(self) -> None:
         """After a step: what users hold of a ``state_dict()`` shows the new values, as torch's own does."""
@@ -96,36 +121,77 @@ class HomeAliases:
             held = [
                 i for i, aliases in self._aliases.items() if any(alias.ref() is not None for alias in aliases)
             ]
-            self._copies = [(index, ref) for index, ref in self._copies if ref() is not None]
-            copies = list(self._copies)
+            copies = [index for index in list(self._copies) if self._copies_of(index)]
         if not held and not copies:
             return  # nearly always: a step owes nothing to state dicts that nobody holds
         bindings = self._mmu.bindings
         engine = self._mmu.engine
-        shown = {*held, *(index for index, _ in copies)}
+        shown = {*held, *copies}
         self._mmu.before_access([bindings[index] for index in sorted(shown) if index in bindings])
         segments = [bindings[index].segment for index in held if index in bindings]
         engine.flush(segments)
         for segment in segments:
             # Waits for the link: the user reads without asking.
             engine.transfers.home_bytes(segment, write=False)
-        for index, ref in copies:
-            tensor, binding = ref(), bindings.get(index)
-            if tensor is not None and binding is not None and has_value(self._mmu, binding):
+        for index in copies:
+            binding = bindings.get(index)
+            if binding is not None and has_value(self._mmu, binding):
+                self._show(binding)
+
+    def _copies_of(self, index: int) -> list[tuple[_Copy, torch.Tensor]]:
+        """What is alive of the copies of a segment. With the lock."""
+        alive = [
+            (copy, tensor) for copy in self._copies.get(index, ()) if (tensor := copy.tensor()) is not None
+        ]
+        if alive:
+            self._copies[index] = [copy for copy, _ in alive]
+        else:
+            self._copies.pop(index, None)
+        return alive
+
+    def _show(self, binding: Binding) -> None:
+        """Bring copies up to date."""
+        value, version = cpu_tensor(self._mmu, binding, alias=False), binding.version()
+        with self._lock:
+            for copy, tensor in self._copies_of(binding.segment.index):
                 # Through .data: this is not a write of the user's.
-                tensor.data.copy_(cpu_tensor(self._mmu, binding, alias=False))
+                tensor.data.copy_(value)
+                copy.shows = version
 
     def settle(self, bindings: Sequence[Binding]) -> None:
         """Before these tensors are used: take over what was written to their homes."""
         for binding in bindings:
             if binding.segment.index in self._aliases:
                 self._settle(binding)
+            if binding.segment.index in self._copies:
+                self._settle_copies(binding)
+
+    def _settle_copies(self, binding: Binding) -> None:
+        """Write to the tensor what was written to a copy of it."""
+        with self._lock:
+            written = []
+            for copy, tensor in self._copies_of(binding.segment.index):
+                if tensor._version > copy.seen:
+                    copy.seen = tensor._version  # first: the write below comes here again
+                    written.append((copy, tensor))
+        if not written:
+            return
+        if any(copy.shows != binding.version() for copy, _ in written):
+            raise RuntimeError(
+                f"{binding.name}: a tensor from state_dict() was written to after the tensor itself had changed, "
+                "which keeps its own value. Use load_state_dict() or torch.no_grad() and the parameter to change a "
+                "managed model"
+            )
+        with torch.no_grad():
+            binding.tensor.copy_(written[-1][1])
+        self._show(binding)
 
     def settle_all(self) -> None:
         """Before the model is closed: what was written to homes is the value, unless the parameter is newer.
 
         Then a write that no error told of raises, as at a use; one that was refused gives way to the parameter.
         """
+        self.settle([b for index in list(self._copies) if (b := self._mmu.bindings.get(index)) is not None])
         for index in list(self._aliases):
             binding = self._mmu.bindings.get(index)
             if binding is None:
@@ -250,7 +316,7 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
     data = data.clone() if on_host else data
     tensor = strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
     if alias:
-        mmu.aliases.remember_copy(segment, tensor)
+        mmu.aliases.remember_copy(binding, tensor)
     return tensor
 
 

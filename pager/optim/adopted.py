@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -349,10 +349,17 @@ class AdoptedOptimizer:
         self.torn.check()
         if self.update is None:
             self.engine.raise_failure()
+            self.take_over_writes(self.bindings())
             self.update = Update(self)
             self._gradients_seen = self.mmu.gradients.generation
             with self.engine.lock:
                 self.engine.timeline.begin_update()
+
+    def take_over_writes(self, bindings: Iterable[Binding]) -> None:
+        """Before these parameters are updated: what was written to tensors of a state dict counts, states too."""
+        if self.mmu.aliases:
+            for binding in bindings:
+                self.mmu.aliases.settle([binding, *self.paged_states(binding).values()])
 
     def finish_deferred(self) -> None:
         """Carry out what waits of the last step."""

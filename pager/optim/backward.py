@@ -138,6 +138,7 @@ class BackwardUpdates:
         slot = binding.gradient
         assert slot is not None
         self._mmu.before_access([binding])
+        adopted.take_over_writes([binding])
         update = self._updates.get(adopted)
         if update is None:
             update = self._updates[adopted] = Update(adopted, collect=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from torch import nn
 
 import pager
 from pager.config import Checks
+from pager.host_limit import process_bytes
+from pager.mmu.parameter import PagedParameter
+from pager.page_table import Home
 
 X = torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
 KINDS: dict[str, Any] = {
@@ -131,3 +136,93 @@ def test_a_write_beside_a_live_view_is_the_value_after_closing() -> None:
     model.pager.close()
     check_ordinary(model, torch.full((128, 128), 7.0))
     assert view.shape == (128,)
+
+
+def write(model: Any, optimizer: torch.optim.Optimizer, change: Callable[[torch.Tensor], Any]) -> None:
+    """Through tensors of a state dict that nobody keeps, as loaders of old write."""
+    for value in model.state_dict().values():
+        change(value)
+
+
+def write_everywhere(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Through state dicts at all moments of training; what the model shows meanwhile."""
+    seen: list[torch.Tensor] = []
+    write(model, optimizer, lambda value: value.mul_(0.5))
+    seen.append(model(X).detach().clone())
+    held = model.state_dict()
+    step(model, optimizer)
+    for value in held.values():
+        value.add_(0.01)
+    model(X).square().mean().backward()
+    for value in held.values():
+        value.mul_(0.9)
+    held_states = optimizer.state_dict()["state"]
+    for state in held_states.values():
+        state["exp_avg"].mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    seen += [value.clone() for value in held.values()]
+    for state in held_states.values():
+        state["exp_avg_sq"].add_(1e-6)
+    step(model, optimizer)
+    write(model, optimizer, lambda value: value.sub_(0.01))
+    return seen
+
+
+@pytest.mark.parametrize("tier", ["host", "device", "disk"])
+def test_what_is_written_to_a_state_dict_counts_wherever_the_home_is(tier: str, tmp_path: Path) -> None:
+    plain, plain_optimizer = make("adamw")
+    model, optimizer = make("adamw")
+    checks = Checks(daemon="inline", poison=True, streams="late", happens_before=True, page_all=True)
+    knobs: dict[str, Any] = {"device_budget": "320KiB"}
+    if tier == "device":
+        knobs["device_budget"] = "1MiB"
+    if tier == "disk":
+        knobs |= {"disk": tmp_path, "disk_budget": "64MiB", "host_budget": process_bytes() + 2**20}
+    pager.manage(model, optimizer, device="cpu", page_size="16KiB", checks=checks, **knobs)
+    handle: Any = model.pager
+    homes = handle._runtime.table.home[: handle._runtime.table.num_pages]
+    assert (homes == int(Home[tier.upper()])).any()
+    expected, found = write_everywhere(plain, plain_optimizer), write_everywhere(model, optimizer)
+    for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        assert torch.equal(theirs, ours), index
+    handle.close()
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_a_write_to_a_copy_of_a_parameter_that_has_changed_is_refused_once() -> None:
+    model, optimizer = make("adamw")
+    checks = Checks(daemon="inline", page_all=True)
+    pager.manage(model, optimizer, device="cpu", device_budget="1MiB", page_size="16KiB", checks=checks)
+    handle: Any = model.pager
+    held = model.state_dict()
+    on_device = next(
+        name
+        for name, param in model.named_parameters()
+        if type(param) is PagedParameter
+        and handle._runtime.table.home[param._pager.segment.first_page] == int(Home.DEVICE)
+    )
+    param = model.get_parameter(on_device)
+    with torch.no_grad():
+        param.fill_(2.0)
+    held[on_device].zero_()
+    with pytest.raises(RuntimeError, match=f"{on_device}: a tensor from state_dict.* keeps its own value"):
+        model(X)
+    assert (param == 2.0).all()
+    handle.close()
+
+
+def test_state_dicts_that_nobody_keeps_are_forgotten() -> None:
+    model, optimizer = make("adamw")
+    checks = Checks(daemon="inline", page_all=True)
+    pager.manage(model, optimizer, device="cpu", device_budget="1MiB", page_size="16KiB", checks=checks)
+    handle: Any = model.pager
+    for _ in range(5):
+        model.state_dict()
+        optimizer.state_dict()
+    aliases = handle._runtime.mmu.aliases
+    assert all(len(copies) == 1 for copies in aliases._copies.values())
+    step(model, optimizer)
+    assert not aliases._copies
+    handle.close()
