@@ -3,20 +3,21 @@
 Not a matter of its name: the class is run on small tensors three ways, and the bits are compared.
 
 1. all tensors in one call, as torch would run it;
-2. one tensor a call, in another order: differs for optimizers that couple tensors (a global norm, shared
-random numbers); 3. slices of the flattened tensors, one a call: differs for those that look at a whole tensor
-(Adafactor, Muon, LAMB).
+2. one tensor a call, in another order: differs for optimizers that couple tensors (a global norm, shared random
+   numbers);
+3. slices of the flattened tensors, one a call: differs for those that look at a whole tensor (Adafactor, Muon, LAMB).
 
-So an optimizer is SLICEABLE, WHOLE_TENSOR or COUPLED; coupled ones are refused. On the CPU in half precision
-torch's vector loops treat the tail of each thread's share differently, so there tensors are taken whole. The
-probe runs with the user's own group values, on the device and in the dtypes of the parameters, and takes a
-few milliseconds.
+So an optimizer is SLICEABLE, WHOLE_TENSOR or COUPLED; coupled ones are refused. Tensors are taken whole also where a
+state holds containers, which slices would share, and on the CPU in half precision, where torch's vector loops treat the
+tail of each thread's share differently. The probe runs with the user's own group values, on the device and in the dtypes
+of the parameters, and takes a few milliseconds.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,7 @@ def probe(
     half_on_cpu = device.type == "cpu" and dtype.itemsize < 4
     if not _equal(whole, alone):
         cut = Cut.COUPLED
-    elif half_on_cpu or not _slices_agree(runner, whole):
+    elif half_on_cpu or runner.nests or not _slices_agree(runner, whole):
         cut = Cut.WHOLE_TENSOR
     else:
         cut = Cut.SLICEABLE
@@ -222,6 +223,8 @@ class _Runner:
     example_state: Mapping[str, Any]
     example_size: torch.Size
     wrote_gradients: bool = False
+    # Whether a state holds containers: slices of a parameter would share them.
+    nests: bool = False
 
     def run(
         self, calls: Sequence[Sequence[int]], *, sliced: bool
@@ -245,6 +248,7 @@ class _Runner:
         for index, shape in enumerate(_SHAPES):
             pieces = sorted(key for key in states if key[0] == index)
             for name, value in states[pieces[0]].items():
+                self.nests |= isinstance(value, (dict, list, set, deque))
                 if isinstance(value, torch.Tensor):
                     results.append(
                         torch.cat([states[key][name].flatten() for key in pieces])

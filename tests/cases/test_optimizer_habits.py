@@ -203,6 +203,43 @@ def test_a_custom_class_keeps_its_own_counters() -> None:
     check_same(lambda: models.make_mlp().model, script)
 
 
+class Nested(torch.optim.Optimizer):
+    """Its state has containers: a count in a dict, and the last gradients in a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                counts, history = state.setdefault("counts", {"n": 0}), state.setdefault("history", [])
+                counts["n"] += 1
+                history.append(p.grad.clone())
+                del history[:-2]
+                for gradient in history:
+                    p.sub_(gradient, alpha=group["lr"] / counts["n"])
+
+
+def test_states_that_hold_containers() -> None:
+    """Slices of a parameter would count in one dict, and find gradients of other slices in one list."""
+    case = models.make_mlp()
+
+    def script(model: Any, report: Report) -> None:
+        optimizer = Nested(model.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            report("loss", train_step(case, model, step))
+            optimizer.step()
+        report("counts", [state["counts"]["n"] for state in optimizer.state.values()])
+        report("history", [list(state["history"]) for state in optimizer.state.values()])
+
+    check_same(lambda: models.make_mlp().model, script)
+
+
 class TwoPhases(torch.optim.AdamW):
     """Calls its parent's step, as wrappers do, and then decays by itself."""
 
