@@ -9,8 +9,8 @@ Not a matter of its name: the class is run on small tensors three ways, and the 
 
 So an optimizer is SLICEABLE, WHOLE_TENSOR or COUPLED; coupled ones are refused. Tensors are taken whole also where a
 state holds containers, which slices would share, and on the CPU in half precision, where torch's vector loops treat the
-tail of each thread's share differently. The probe runs with the user's own group values, on the device and in the dtypes
-of the parameters, and takes a few milliseconds.
+tail of each thread's share differently. The probe runs with the user's own group values, on the device and in the
+dtypes of the parameters, and takes a few milliseconds.
 """
 
 from __future__ import annotations
