@@ -53,8 +53,9 @@ def training_state(parameters: Parameters, states: States, *, gradients: bool = 
     for name, param in trainable:
         expected = _states_of(param, states)
         elements = _span_bytes(param) // param.element_size()
+        in_slices = expected.in_slices and elements == param.numel()  # what has gaps is stepped whole
         wanted += [
-            Wanted("state", state_name(name, ordinal), elements * dtype.itemsize, expected.in_slices)
+            Wanted("state", state_name(name, ordinal), elements * dtype.itemsize, in_slices)
             for ordinal, dtype in enumerate(expected.dtypes)
         ]
     return wanted

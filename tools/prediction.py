@@ -156,11 +156,11 @@ def predict(
     beside = captured.activation_bytes + 2 * largest + 4 * UNIT_BYTES
     if wanted.update_at == "backward" and not wanted.simulated:
         beside += lent_gradient_bytes(captured.activation_bytes, max(budget.arena_bytes(beside), 0))
-    first_arena = max(budget.arena_bytes(beside), 0)
-    arena = max(budget.arena_bytes(beside, settled=True), first_arena)
+    unsettled = max(budget.arena_bytes(beside), 0)
+    arena = max(budget.arena_bytes(beside, settled=True), unsettled)
     known["arena_bytes"] = arena
     least_slot = captured.page_size // step.size.gradient * step.size.staged(wanted.update_at)
-    wired = bytes_to_wire(captured, wanted, first_arena=max(budget.arena_bytes(None), 0), arena=first_arena)
+    wired = bytes_to_wire(captured, wanted, first_arena=max(budget.arena_bytes(None), 0), arena=unsettled)
     num_slots, slot_bytes = share_arena(
         arena,
         captured.page_size,

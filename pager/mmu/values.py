@@ -106,14 +106,25 @@ class HomeAliases:
             aliases.append(_Alias(weakref.ref(tensor), tensor._version))
         return tensor
 
-    def remember_copy(self, binding: Binding, tensor: torch.Tensor) -> None:
-        """A tensor that stands for a home which cannot be aliased (the device, the disk)."""
+    def share_copy(self, binding: Binding, value: torch.Tensor) -> torch.Tensor:
+        """A tensor that stands for a home which cannot be aliased (the device, the disk), remembered as such.
+
+        ``value``: the tensor's, which is given out, or shown in the memory of a copy that is alive: as in torch, what
+        is written to one is seen in all, and tied names share one.
+        """
+        segment = binding.segment
         with self._lock:
-            self._copies_of(binding.segment.index)  # forget what nobody has any more
-            kept = tensor.detach() if binding.segment.kind == "parameter" else None
-            self._copies.setdefault(binding.segment.index, []).append(
-                _Copy(weakref.ref(tensor), tensor._version, binding.version(), kept)
-            )
+            alive = [known for _, known in self._copies_of(segment.index) if known.dtype == segment.dtype]
+            tensor = value
+            if alive:
+                tensor = strided_view(alive[0].untyped_storage(), segment.dtype, segment.size, segment.stride)
+                tensor.copy_(value)
+            copies = self._copies.setdefault(segment.index, [])
+            held = tensor.detach() if segment.kind == "parameter" else None
+            copies.append(_Copy(weakref.ref(tensor), tensor._version, binding.version(), held))
+            for copy in copies:
+                copy.shows = binding.version()
+        return tensor
 
     def refresh(self) -> None:
         """After a step: what users hold of a ``state_dict()`` shows the new values, as torch's own does."""
@@ -315,9 +326,7 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
         return mmu.aliases.share(segment, data.numpy())
     data = data.clone() if on_host else data
     tensor = strided_view(data.untyped_storage(), segment.dtype, segment.size, segment.stride)
-    if alias:
-        mmu.aliases.remember_copy(binding, tensor)
-    return tensor
+    return mmu.aliases.share_copy(binding, tensor) if alias else tensor
 
 
 def storage_bytes(

@@ -230,3 +230,24 @@ def test_state_dicts_that_nobody_keeps_are_forgotten() -> None:
     step(model, optimizer)
     assert not aliases._copies
     handle.close()
+
+
+def test_state_dicts_taken_one_after_another_share_their_memory() -> None:
+    """Of homes on the device too: what is written to one is seen in the other, and neither write is lost."""
+    model, optimizer = make("adamw")
+    checks = Checks(daemon="inline", page_all=True)
+    pager.manage(model, optimizer, device="cpu", device_budget="1MiB", page_size="16KiB", checks=checks)
+    first, second = model.state_dict(), model.state_dict()
+    for name in ("0.weight", "1.weight", "2.weight"):
+        first[name][0].fill_(1.0)
+        second[name][1].fill_(2.0)
+        param = model.get_parameter(name)
+        assert (param[0] == 1.0).all()
+        assert (param[1] == 2.0).all()
+        assert torch.equal(first[name], second[name])
+        with torch.no_grad():
+            param[2].fill_(3.0)
+        assert (model.state_dict()[name][2] == 3.0).all()
+        assert torch.equal(first[name], param)
+    handle: Any = model.pager
+    handle.close()

@@ -394,19 +394,22 @@ def in_inference_mode(model: Any, report: Report) -> None:
     report_leases(model, report, [])
 
 
+class Product(torch.autograd.Function):
+    """``x @ weight``, saved as torch's documentation says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.t() @ grads[0]
+
+
 def in_own_function(model: Any, report: Report) -> None:
     """A Function of the user's keeps what it is given to keep, with the frames."""
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(x, weight)
-            return x @ weight
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            x, weight = ctx.saved_tensors
-            return grads[0] @ weight.t(), x.t() @ grads[0]
 
     x = torch.randn(2, WIDTH, requires_grad=True)
     output = x

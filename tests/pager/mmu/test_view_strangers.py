@@ -21,21 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pager.mmu.view import PagedView
 from tests.cases.same import Report, check_equal, check_same, copied, manage
 from tests.pager.mmu.test_view import WIDTH, leased, report_leases
-from tests.pager.mmu.test_view_habits import Script, gradients, make, use_others
-
-
-class Product(torch.autograd.Function):
-    """``x @ weight``, saved as torch's documentation says."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight = ctx.saved_tensors
-        return grads[0] @ weight.t(), x.t() @ grads[0]
+from tests.pager.mmu.test_view_habits import Product, Script, gradients, make, use_others
 
 
 def names(script: Script) -> str:
