@@ -32,6 +32,7 @@ from pager.graph.arena_walk import ArenaWalk, DeviceShares, Held, Placement, Sta
 from pager.graph.cost_model import SupportsEviction
 from pager.graph.step_model import StepModel
 from pager.graph.task_timing import Clock, Engine, MachineRates
+from pager.units import even_slices
 
 __all__ = ["Schedule", "StepMarks"]
 
@@ -255,7 +256,8 @@ class Schedule(ArenaWalk):
         return update
 
     def _units(self, parameter: int) -> list[_Unit]:
-        count, step = self.elements[parameter], self.unit_elements or self.elements[parameter]
+        count = self.elements[parameter]
+        step = even_slices(count, self.unit_elements or count)
         return [_Unit(parameter, begin, min(step, count - begin)) for begin in range(0, count, step)]
 
     def _unit_bytes(self, unit: _Unit) -> int:

@@ -35,10 +35,12 @@ _RENEWED_FROM = 1.5
 class Residency:
     """Decides which parameters stay on the device, and lets go of them under pressure."""
 
-    def __init__(self, mmu: Mmu, *, keeps_states: bool = False) -> None:
-        """``keeps_states``: gradients need no room, so what parameters leave goes to optimizer states."""
+    def __init__(self, mmu: Mmu, *, in_backward: bool = False) -> None:
+        """``in_backward``: updates run inside backward. Gradients need no room then, so what parameters leave goes to
+        optimizer states.
+        """
         self._mmu = mmu
-        self._keeps_states = keeps_states
+        self._in_backward = in_backward
         self._engine: Engine = mmu.engine
         self._chosen_for = (-1, -1)
         self._least_slot_bytes = 0
@@ -72,7 +74,7 @@ class Residency:
         if keep:
             self._mmu.fix([binding for binding in parameters if self._can_be_fixed(binding)])
             logger.info("all parameters stay on the device, %s", format_bytes(pages * page_size))
-        if self._keeps_states:
+        if self._in_backward:
             self._keep_states(parameters, list(optimizers), room - pages * page_size if keep else 0)
 
     def _keep_states(
@@ -110,6 +112,7 @@ class Residency:
             engine.arena.capacity_bytes,
             page_size,
             least_slot_bytes=self._least_slot_bytes,
+            in_backward=self._in_backward,
             activation_bytes=self.activation_bytes,
             wired_bytes=self._wired_bytes(),
         )

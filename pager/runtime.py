@@ -161,7 +161,7 @@ class Runtime:
         self.planner = Planner(self.model, self.space, self.table, page_size)
         self.mmu.update_order = self.planner.update_order
         self.on_cpu = updates_on_cpu(config.update_on, self.mmu, self.torn, self.homes)
-        self.residency = Residency(self.mmu, keeps_states=config.update_at == "backward")
+        self.residency = Residency(self.mmu, in_backward=config.update_at == "backward")
         self.in_backward = self.mmu.gradients.in_backward = self._updates_in_backward()
         self.pagerd = Pagerd(self.engine, fixed_distance(config), threaded=config.checks.daemon == "thread")
         self.boundary = StepBoundary(

@@ -72,3 +72,12 @@ def format_at_least(num_bytes: int) -> str:
 def ceil_div(numerator: int, denominator: int) -> int:
     """The quotient rounded up, for non-negative integers."""
     return -(-numerator // denominator)
+
+
+def even_slices(total: int, most: int, align: int = 1) -> int:
+    """The length of slices of ``total`` that are about equally long, at most ``most`` each, and multiples of ``align``.
+
+    ``most`` is taken as one ``align`` where it is less. The last slice may be shorter.
+    """
+    most = max(most // align, 1) * align
+    return min(ceil_div(ceil_div(total, max(ceil_div(total, most), 1)), align) * align, most)

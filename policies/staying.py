@@ -45,14 +45,18 @@ _FREE_SHARE = 16
 # Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
 _RING_SHARE = 6
 _RING_BYTES = 2**30
-# Where much is computed between two gradients, the states of the next ones must have room meanwhile, or the link rests
-# while the device computes and the device while the link catches up. How much is computed shows in the activations.
+# Inside backward, where much is computed between two gradients, the states of the next ones must have room meanwhile,
+# or the link rests while the device computes and the device while the link catches up. How much is computed shows in
+# the activations. Updates in the forward keep the link busy throughout: there, what a larger ring takes from weights
+# and gradients only has to cross it once more (docs/decisions.md, 58).
 _RING_OF_ACTIVATIONS = 4
 _LARGEST_RING_SHARE = 3
 _MAX_RING_BYTES = 2**31
 _MAX_SLOT_BYTES = 384 * 2**20
-# As a rule: one arrives, one is computed, one leaves, one is free.
-MAX_SLOTS = 4
+# As a rule: one arrives, one is computed, one leaves, one is free. In the forward, where copies leave all the time, one
+# more has arrived.
+_SLOTS_IN_BACKWARD = 4
+_SLOTS_IN_FORWARD = 5
 
 
 # What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into slices: the
@@ -77,23 +81,28 @@ def share_arena(
     page_size: int,
     *,
     least_slot_bytes: int,
+    in_backward: bool = False,
     activation_bytes: int = 0,
     wired_bytes: int = 0,
 ) -> ArenaShares:
     """The staging slots of an arena; none where they were smaller than ``least_slot_bytes`` (0: nothing streams).
 
-    ``activation_bytes``: of a step at most, as far as it is known; ``wired_bytes``: what has its home in the arena.
+    ``in_backward``: updates run inside backward, not in the forward; ``activation_bytes``: of a step at most, as far as
+    it is known; ``wired_bytes``: what has its home in the arena.
     """
-    ring_bytes = max(
-        min(arena_bytes // _RING_SHARE, _RING_BYTES),
-        min(activation_bytes // _RING_OF_ACTIVATIONS, arena_bytes // _LARGEST_RING_SHARE, _MAX_RING_BYTES),
-    )
+    ring_bytes = min(arena_bytes // _RING_SHARE, _RING_BYTES)
+    if in_backward:
+        by_activations = min(activation_bytes // _RING_OF_ACTIVATIONS, _MAX_RING_BYTES)
+        ring_bytes = max(ring_bytes, min(by_activations, arena_bytes // _LARGEST_RING_SHARE))
+    most_slots = _SLOTS_IN_BACKWARD if in_backward else _SLOTS_IN_FORWARD
     # The arena was larger when it was decided what is wired; the rest of the weights must have room to stream.
     limited = min(ring_bytes, (arena_bytes - wired_bytes) // _LARGEST_RING_SHARE)
     ring_bytes = limited if limited >= least_slot_bytes else ring_bytes
     if not least_slot_bytes or least_slot_bytes > ring_bytes:
         return ArenaShares(0, 0)
-    slot_bytes = max(min(ring_bytes // MAX_SLOTS, _MAX_SLOT_BYTES), least_slot_bytes) // page_size * page_size
+    slot_bytes = (
+        max(min(ring_bytes // most_slots, _MAX_SLOT_BYTES), least_slot_bytes) // page_size * page_size
+    )
     return ArenaShares(ring_bytes // slot_bytes, slot_bytes)
 
 

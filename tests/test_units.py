@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pager.units import ceil_div, format_bytes, parse_size
+from pager.units import ceil_div, even_slices, format_bytes, parse_size
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,22 @@ def test_what_is_written_reads_back_within_its_two_decimals(num_bytes: int) -> N
 def test_ceil_div_is_the_smallest_cover(numerator: int, denominator: int) -> None:
     quotient = ceil_div(numerator, denominator)
     assert (quotient - 1) * denominator < numerator <= quotient * denominator
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**10), st.integers(1, 10**6))
+def test_even_slices_are_as_few_as_can_be_and_none_is_much_longer(total: int, most: int, align: int) -> None:
+    allowed = max(most // align, 1) * align
+    length = even_slices(total, most, align)
+    assert length % align == 0
+    assert length <= allowed
+    if total:
+        number = ceil_div(total, allowed)
+        assert ceil_div(total, length) == number
+        assert length < total / number + align
+
+
+def test_slices_are_even() -> None:
+    assert even_slices(45, 33) == 23
+    assert even_slices(45, 33, 8) == 24
+    assert even_slices(45, 50, 8) == 48
+    assert even_slices(45, 3, 8) == 8

@@ -20,7 +20,7 @@ from pager.graph.step_model import StepModel
 from pager.tools.errors import CommandFailed
 from pager.tools.machine import Machine
 from pager.tools.model_source import ModelSource
-from pager.units import ceil_div
+from pager.units import ceil_div, even_slices
 
 __all__ = ["CapturedModel", "capture_model"]
 
@@ -97,9 +97,10 @@ class CapturedModel:
         trained = np.flatnonzero(self.step.gradient_tick >= 0)
         count, rows, tick = len(self.segments), [], 0
         sizes = [self.step.size.weight, self.step.size.gradient, *(size for size, _ in self.states)]
+        align = self.page_size // min(sizes)
         for parameter in trained[np.argsort(first[trained], kind="stable")].tolist():
             elements = int(self.step.num_elements[parameter])
-            step = unit_elements or elements
+            step = even_slices(elements, unit_elements, align) if unit_elements else elements
             for begin in range(0, elements, step):
                 end = min(begin + step, elements)
                 for place, element_bytes in enumerate(sizes):

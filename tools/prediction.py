@@ -165,6 +165,7 @@ def predict(
         arena,
         captured.page_size,
         least_slot_bytes=least_slot,
+        in_backward=wanted.update_at == "backward",
         activation_bytes=0 if wanted.simulated else captured.activation_bytes,
         wired_bytes=wired,
     )

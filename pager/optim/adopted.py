@@ -27,6 +27,7 @@ from pager.optim.step_counts import StepCounts
 from pager.optim.torn import Torn
 from pager.optim.update import Update
 from pager.page_table import Home
+from pager.units import even_slices
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
@@ -230,10 +231,11 @@ class AdoptedOptimizer:
         sizes = [segment.dtype.itemsize, *(dtype.itemsize for dtype in dtypes)]
         align = segment.page_size // min(sizes)
         if self.stages(binding):
-            return max(self.engine.staging.slot_bytes // sum(self._staged_sizes(binding)) // align, 1) * align
-        room = self.engine.arena.capacity_bytes // _UNIT_SHARE // sum(sizes)
-        wanted = min(room, UNIT_BYTES // segment.dtype.itemsize)
-        return max(wanted // align, 1) * align
+            most = self.engine.staging.slot_bytes // sum(self._staged_sizes(binding))
+        else:
+            room = self.engine.arena.capacity_bytes // _UNIT_SHARE // sum(sizes)
+            most = min(room, UNIT_BYTES // segment.dtype.itemsize)
+        return even_slices(segment.num_elements, most, align)
 
     def stages(self, binding: Binding) -> bool:
         """Whether a staging slot holds a unit of this parameter's update."""
