@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 
 import numpy as np
 
@@ -32,7 +33,6 @@ from pager.graph.arena_walk import ArenaWalk, DeviceShares, Held, Placement, Sta
 from pager.graph.cost_model import SupportsEviction
 from pager.graph.step_model import StepModel
 from pager.graph.task_timing import Clock, Engine, MachineRates
-from pager.units import even_slices
 
 __all__ = ["Schedule", "StepMarks"]
 
@@ -257,7 +257,8 @@ class Schedule(ArenaWalk):
 
     def _units(self, parameter: int) -> list[_Unit]:
         count = self.elements[parameter]
-        step = even_slices(count, self.unit_elements or count)
+        # About equally long, as the runtime cuts them.
+        step = ceil(count / ceil(count / (self.unit_elements or count)))
         return [_Unit(parameter, begin, min(step, count - begin)) for begin in range(0, count, step)]
 
     def _unit_bytes(self, unit: _Unit) -> int:

@@ -1,4 +1,4 @@
-"""CUDA behind the runtime's view of a device. The only file that touches ``torch.cuda``.
+"""CUDA behind the runtime's view of a device. The only file that touches ``torch.cuda``, with `cuda_allocator.py`.
 
 Streams and events are torch's; a copy is ``copy_(non_blocking=True)`` under a stream, which does not block
 the host as long as the host side is page-locked. No `record_stream` per copy: slabs are ours for as long as
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from pager.device.base import SLAB_ALIGNMENT, Device, Event, LinkDirection, Note, Stream, call_on_release
+from pager.device.cuda_allocator import AllocatorCaps, use_expandable_segments
 from pager.device.happens_before import HappensBefore
 from pager.errors import PagerClosed, TierError
 from pager.units import format_bytes
@@ -171,43 +172,8 @@ class _Frames:
         }
 
 
-class _AllocatorCaps:
-    """The caps that open devices put on torch's allocator of one GPU.
-
-    torch knows one fraction per process and GPU, while several managed models may be open. Each one's limit is
-    on everything the process takes, so the smallest is in force, and never more than the user's own fraction,
-    which comes back when the last limit goes.
-    """
-
-    def __init__(self) -> None:
-        # Reentrant: a dropped device's finalizer may run inside garbage collection under this very lock.
-        self._lock = threading.RLock()
-        self._limits: dict[int, dict[int, float]] = {}
-        self._before: dict[int, float] = {}
-
-    def put(self, index: int, holder: int, share: float | None) -> None:
-        """Replace the limit of ``holder`` on GPU ``index``: a share of its memory, None for no limit."""
-        with self._lock:
-            limits = self._limits.setdefault(index, {})
-            if share is None:
-                if limits.pop(holder, None) is None:
-                    return
-            else:
-                if not limits:
-                    self._before[index] = _memory_fraction(index)
-                limits[holder] = share
-            before = self._before[index]
-            torch.cuda.set_per_process_memory_fraction(min([before, *limits.values()]), index)
-
-
-_ALLOCATOR_CAPS = _AllocatorCaps()
+_ALLOCATOR_CAPS = AllocatorCaps()
 _HOLDERS = itertools.count()
-
-
-def _memory_fraction(index: int) -> float:
-    """The share of the GPU that torch's allocator may take now; 1.0 where torch cannot tell."""
-    get = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if get is None else float(get(index))
 
 
 class CudaDevice(Device):
@@ -275,6 +241,7 @@ class CudaDevice(Device):
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:
         if num_bytes <= 0:
             raise ValueError(f"a slab of {num_bytes} bytes")
+        use_expandable_segments(self.torch_device.index)
         slab = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         # torch hands out memory that kernels of the current stream may still be using, since later work of
         # that stream comes after them. Ours is used on other streams: so they wait, and torch is told to ask

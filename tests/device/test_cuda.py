@@ -76,78 +76,6 @@ def test_without_nvml_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda._nvml_process_bytes("GPU-1") is None
 
 
-class FakeAllocator:
-    """torch's fraction per GPU, as far as `pager.device.cuda` asks for it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fraction: float) -> None:
-        self.fraction = fraction
-        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self._set)
-        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", self._get, raising=False)
-        monkeypatch.setattr(cuda, "_ALLOCATOR_CAPS", cuda._AllocatorCaps())
-        monkeypatch.setattr(cuda.CudaDevice, "total_bytes", lambda device: 1000)
-
-    def _set(self, fraction: float, device: int) -> None:
-        assert device == 0
-        self.fraction = fraction
-
-    def _get(self, device: int) -> float:
-        assert device == 0
-        return self.fraction
-
-
-def make_capped(limit_bytes: int) -> cuda.CudaDevice:
-    """A device without streams, for its cap alone."""
-    device = cuda.CudaDevice.__new__(cuda.CudaDevice)
-    device.torch_device = torch.device("cuda", 0)
-    device._holder = next(cuda._HOLDERS)
-    device._lift_cap = None
-    device.limit_allocator(limit_bytes)
-    return device
-
-
-def test_the_smallest_open_cap_is_in_force_and_the_users_own_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    allocator = FakeAllocator(monkeypatch, 0.8)
-    first = make_capped(500)
-    second = make_capped(300)
-    assert allocator.fraction == 0.3
-    first.limit_allocator(400)  # another limit of the same holder
-    second.limit_allocator(None)
-    assert allocator.fraction == 0.4
-    second.limit_allocator(None)  # again, as close() may
-    first.limit_allocator(None)
-    assert allocator.fraction == 0.8
-
-
-def test_a_cap_never_raises_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = FakeAllocator(monkeypatch, 0.25)
-    device = make_capped(900)
-    assert allocator.fraction == 0.25
-    device.limit_allocator(None)
-    assert allocator.fraction == 0.25
-
-
-def test_a_dropped_device_takes_its_cap_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = FakeAllocator(monkeypatch, 1.0)
-    other = make_capped(600)
-    dropped = make_capped(200)
-    assert allocator.fraction == 0.2
-    del dropped
-    gc.collect()
-    assert allocator.fraction == 0.6
-    other.limit_allocator(None)
-    assert allocator.fraction == 1.0
-
-
-def test_where_torch_cannot_tell_its_fraction_it_was_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = FakeAllocator(monkeypatch, 0.5)
-    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
-    device = make_capped(200)
-    device.limit_allocator(None)
-    assert allocator.fraction == 1.0
-
-
 @pytest.fixture
 def device() -> Iterator[Device]:
     made = make_device("cuda")
@@ -262,3 +190,14 @@ def test_figures_of_memory(device: Device) -> None:
     assert device.num_out_of_memory() >= 0
     for direction in ("h2d", "d2h", "both"):
         assert device.measure_bandwidth(1 << 26, direction=direction) > 1e9
+
+
+@pytest.mark.gpu
+def test_segments_of_the_allocator_can_grow(device: Device) -> None:
+    slab = device.allocate_slab(64 * PAGE)
+    segments = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["address"] <= slab.data_ptr() < segment["address"] + segment["total_size"]
+    ]
+    assert [segment["is_expandable"] for segment in segments] == [True]

@@ -22,7 +22,8 @@ from pager.tools.model_sizes import ModelSizes
 from tests.gpu.test_budget import context_bytes
 from tests.trace_intervals import Trace, is_bubble, overlap_share, read_trace
 
-pytestmark = pytest.mark.gpu
+# Torch says at its first profile what only those of several cycles need to know.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")]
 
 GIB = 2**30
 # 0.94 G parameters: 13.2 GB with fp32 masters, moments and gradients. Few and large matrices: a unit of the update is

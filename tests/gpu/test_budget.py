@@ -40,7 +40,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, batch: int = 1)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from pager.optim.master import join, split
 
-pytestmark = pytest.mark.gpu
+# Torch says at its first profile what only those of several cycles need to know.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")]
 
 NUM_ELEMENTS = 1 << 20
 

@@ -21,7 +21,8 @@ from pager.config import Checks
 from pager.residency import Residency
 from tests import models
 
-pytestmark = pytest.mark.gpu
+# Torch warns where it has no deterministic kernel, which `deterministic` allows.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*determinis:UserWarning")]
 
 PAGE = 16 * 1024
 NUM_STEPS = 4
