@@ -60,12 +60,15 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceShares:
-    """Bytes of the device: the arena in all, and of it the slots for states, and the only homes of weights."""
+    """Bytes of the device: the arena in all, and of it the slots for states, and the only homes of weights; among these
+    all weights of more than ``wired_above`` bytes.
+    """
 
     arena_bytes: int
     num_slots: int = 0
     slot_bytes: int = 0
     wired_bytes: int = 0
+    wired_above: int = 2**62
 
     @property
     def ring_bytes(self) -> int:

@@ -28,7 +28,7 @@ from pager.errors import BudgetError, TierFull
 from pager.home_frames import HomeFrames
 from pager.page_table import Home, PageTable
 from pager.policies.placement import PlacementError, place
-from pager.policies.staying import usually_wired_bytes, wired_bytes
+from pager.policies.staying import WiredShare, share_wired, usually_wired_bytes
 from pager.units import ceil_div, format_at_least, format_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ KIND_RANK = {"parameter": 0, "gradient": 1, "state": 2}
 # How often a byte of this kind crosses the link in a step if it streams: a parameter for forward and backward
 # and both ways at its update; a gradient out and in; a state in and out.
 CROSSINGS = {"parameter": 4, "gradient": 2, "state": 2}
+# More than anything crosses it.
+_FIRST = 8
 # States are wired only where as many of the largest tensor stay free: what does not fill an arena's slabs.
 _FREE_TENSORS = 8
 
@@ -100,20 +102,30 @@ class Homes(HomeFrames):
         may_wire = np.array(
             [w.kind == "parameter" or (w.kind == "state" and self._wires_states) for w in wanted], bool
         )
-        wire_bytes = arena_bytes if wires else 0
+        share = WiredShare(arena_bytes if wires else 0, largest)
         if not everything_fits:
-            wire_bytes = wired_bytes(
+            is_whole = np.array([not w.in_slices for w in wanted], bool)
+            share = share_wired(
                 arena_bytes,
                 self._page_size,
+                parameter_bytes=sizes[is_whole & may_wire].tolist(),
+                largest_other_bytes=int(sizes[is_whole & ~may_wire].max(initial=0)),
                 total_bytes=total,
                 largest_bytes=largest,
-                largest_whole_bytes=int(sizes[[not w.in_slices for w in wanted]].max(initial=0)),
                 host_bytes=host_bytes,
                 wires=wires,
             )
         # Wired first, among those that may be; the rest is placed on the tiers below.
         homes = np.full(len(wanted), int(Home.HOST), np.int64)
-        wired = self._place(wanted, sizes, may_wire, device=wire_bytes, host=total, disk=0)
+        wired = self._place(
+            wanted,
+            sizes,
+            may_wire,
+            device=share.num_bytes,
+            host=total,
+            disk=0,
+            first_above=share.first_above,
+        )
         homes[np.flatnonzero(may_wire)[wired == int(Home.DEVICE)]] = int(Home.DEVICE)
         self._plan_below(wanted, sizes, homes, what="training state", host=host_bytes, disk=disk_bytes)
 
@@ -224,12 +236,16 @@ class Homes(HomeFrames):
         device: int,
         host: int,
         disk: int,
+        first_above: int = 2**62,
     ) -> np.ndarray:
+        """The homes of the ``chosen``; to be wired, those of more than ``first_above`` bytes come first."""
         index = np.flatnonzero(chosen).tolist()
+        saved = np.array([CROSSINGS[w.kind] for w in wanted], np.int64) + np.where(
+            sizes > first_above, _FIRST, 0
+        )
         return place(
             num_bytes=sizes[index],
-            traffic_bytes_if_streamed=sizes[index]
-            * np.array([CROSSINGS[wanted[i].kind] for i in index], np.int64),
+            traffic_bytes_if_streamed=(sizes * saved)[index],
             position=index,
             kind_rank=np.array([KIND_RANK[wanted[i].kind] for i in index], np.int64),
             device_capacity=device,

@@ -17,8 +17,9 @@ How the arena is shared out stands here too, for the runtime and for predictions
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ __all__ = [
     "room_for_staying",
     "share_arena",
     "spread",
+    "share_wired",
     "usually_wired_bytes",
     "wired_bytes",
 ]
@@ -62,7 +64,7 @@ _SLOTS_IN_FORWARD = 5
 # What is not wired must hold the update of the largest tensor, for an optimizer that cannot be cut into slices: the
 # tensor, its gradient, two states; and a share of the arena, so that something is on its way.
 UPDATE_TENSORS = 4
-_STREAMING_SHARE = 16
+_STREAMING_SHARE = 64
 # Of what activations take, and of the arena: gradients that wait for their states beside the backward.
 _LENT_OF_ACTIVATIONS = 16
 _LENT_SHARE = 8
@@ -136,6 +138,42 @@ def wired_bytes(
     # As `share_arena` limits them, once so much is wired.
     slots = min(num_slots * slot_bytes, ceil(whole / (_LARGEST_RING_SHARE - 1)))
     return max(usual, min(usual + lacking, arena_bytes - whole - slots))
+
+
+class WiredShare(NamedTuple):
+    """Bytes to wire: every parameter of more than ``first_above`` bytes, then of the others what has room."""
+
+    num_bytes: int
+    first_above: int
+
+
+def share_wired(
+    arena_bytes: int,
+    page_size: int,
+    *,
+    parameter_bytes: Iterable[int],
+    largest_other_bytes: int,
+    **known: Any,
+) -> WiredShare:
+    """What is to be wired of parameters of these sizes, with ``known`` as in :func:`wired_bytes`.
+
+    ``largest_other_bytes``: of a tensor that is on the device as a whole and no parameter. Where as much as can be is
+    wired, the largest parameters (a table of words, the head) go first if what streaming needs becomes less by it.
+    """
+    sizes = sorted(parameter_bytes, reverse=True)
+    best = WiredShare(-1, 0)
+    first_bytes, passed = 0, 0
+    for size in dict.fromkeys([*sizes, 0]):
+        while passed < len(sizes) and sizes[passed] > size:
+            first_bytes += sizes[passed]
+            passed += 1
+        whole = max(size, largest_other_bytes)
+        num_bytes = wired_bytes(arena_bytes, page_size, largest_whole_bytes=whole, **known)
+        if first_bytes <= num_bytes and num_bytes > best.num_bytes:
+            best = WiredShare(num_bytes, size)
+        if size <= largest_other_bytes:
+            break
+    return best
 
 
 def lent_gradient_bytes(activation_bytes: int, arena_bytes: int) -> int:

@@ -73,9 +73,8 @@ MEASURED = (
     Measured("7b", 24, 8, "backward", "device", 1.947, 74.5, before=2.255),
     Measured("7b", 24, 8, "backward", "auto", 1.872, 65.4, 0.15, before=1.985),
     Measured("7b", 24, 8, "backward", "auto", 1.796, 57.0, 0.25, before=1.971),
-    Measured("7b", 24, 8, "backward", "auto", 2.1, None, 0.45, before=1.984),
-    Measured("7b", 24, 8, "backward", "auto", 1.926),
-    Measured("7b", 24, 8, "step", "device", 2.967),
+    Measured("7b", 24, 8, "backward", "auto", 1.872, 57.7),
+    Measured("7b", 24, 8, "step", "device", 2.843, 81.5),
 )
 
 

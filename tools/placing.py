@@ -13,13 +13,14 @@ import numpy.typing as npt
 from pager.graph.arena_walk import DeviceShares, Placement
 from pager.policies.placement import Home, place
 from pager.policies.staying import (
+    WiredShare,
     belady,
     is_worth_lending,
     lent_gradient_bytes,
     room_for_staying,
+    share_wired,
     spread,
     usually_wired_bytes,
-    wired_bytes,
 )
 from pager.policies.update_split import Diffusion, cpu_part
 from pager.tools.captured import CapturedModel
@@ -27,7 +28,7 @@ from pager.tools.captured import CapturedModel
 if TYPE_CHECKING:
     from pager.tools.prediction import Wanted
 
-__all__ = ["Placing", "bytes_to_wire"]
+__all__ = ["Placing", "weights_to_wire"]
 
 # As `pager.homes`: a parameter that streams crosses the link four times, a gradient or a state twice.
 _CROSSINGS = (4, 2, 2)
@@ -39,26 +40,28 @@ _WIRED_SHARE = 0.75
 _LARGEST_ELEMENT = 4
 
 
-def bytes_to_wire(captured: CapturedModel, wanted: Wanted, *, first_arena: int, arena: int) -> int:
+def weights_to_wire(captured: CapturedModel, wanted: Wanted, *, first_arena: int, arena: int) -> WiredShare:
     """What is the only home of parameters of an arena that does not hold the training state. ``first_arena``: what it
     has before activations are known, which is not asked for where host memory holds the rest.
     """
     step = captured.step
     weight_bytes = step.num_parameters * step.size.weight
-    below = step.size.state + (step.size.gradient if wanted.update_at == "step" else 0)
+    gradients = wanted.update_at == "step"
+    below = step.size.state + (step.size.gradient if gradients else 0)
     total = weight_bytes + int(step.num_elements[step.gradient_tick >= 0].sum()) * below
     largest = int(step.num_elements.max()) * max(step.size.weight, _LARGEST_ELEMENT)
     lacks_room = total > usually_wired_bytes(first_arena, largest) + wanted.host_bytes
-    wired = wired_bytes(
+    share = share_wired(
         max(first_arena, arena) if lacks_room else first_arena,
         captured.page_size,
+        parameter_bytes=(step.num_elements * step.size.weight).tolist(),
+        largest_other_bytes=int(step.num_elements.max()) * step.size.gradient if gradients else 0,
         total_bytes=total,
         largest_bytes=largest,
-        largest_whole_bytes=int(step.num_elements.max()) * step.size.weight,
         host_bytes=wanted.host_bytes,
         wires=wanted.update_on == "device" or weight_bytes > wanted.budget_bytes * _WIRED_SHARE,
     )
-    return min(wired, weight_bytes)
+    return share._replace(num_bytes=min(share.num_bytes, weight_bytes))
 
 
 class Placing:
@@ -78,7 +81,9 @@ class Placing:
         room = room_for_staying(arena, shares.ring_bytes, largest)
         all_stay = int(weights.sum()) <= room
         self.stays = np.full(count, all_stay)
-        self.wired = self._take(weights, shares.wired_bytes, wanted.weights)
+        self.wired = weights > shares.wired_above
+        room_beside = shares.wired_bytes - int(weights[self.wired].sum())
+        self.wired |= self._take(np.where(self.wired, 0, weights), room_beside, wanted.weights)
         self.stays |= self.wired
         self.keeps_states = np.zeros(count, bool)
         if all_stay and wanted.update_at == "backward":

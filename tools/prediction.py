@@ -26,7 +26,7 @@ from pager.policies.update_split import LEAD
 from pager.tools.captured import CapturedModel
 from pager.tools.cpu_part import CpuPart
 from pager.tools.machine import Machine
-from pager.tools.placing import Placing, bytes_to_wire
+from pager.tools.placing import Placing, weights_to_wire
 from pager.units import format_bytes
 
 __all__ = ["Prediction", "Wanted", "predict"]
@@ -160,16 +160,22 @@ def predict(
     arena = max(budget.arena_bytes(beside, settled=True), unsettled)
     known["arena_bytes"] = arena
     least_slot = captured.page_size // step.size.gradient * step.size.staged(wanted.update_at)
-    wired = bytes_to_wire(captured, wanted, first_arena=max(budget.arena_bytes(None), 0), arena=unsettled)
+    wired = weights_to_wire(captured, wanted, first_arena=max(budget.arena_bytes(None), 0), arena=unsettled)
     num_slots, slot_bytes = share_arena(
         arena,
         captured.page_size,
         least_slot_bytes=least_slot,
         in_backward=wanted.update_at == "backward",
         activation_bytes=0 if wanted.simulated else captured.activation_bytes,
-        wired_bytes=wired,
+        wired_bytes=wired.num_bytes,
     )
-    shares = DeviceShares(arena_bytes=arena, num_slots=num_slots, slot_bytes=slot_bytes, wired_bytes=wired)
+    shares = DeviceShares(
+        arena_bytes=arena,
+        num_slots=num_slots,
+        slot_bytes=slot_bytes,
+        wired_bytes=wired.num_bytes,
+        wired_above=wired.first_above,
+    )
     known["shares"] = shares
     if not num_slots or arena < UPDATE_TENSORS * largest:
         return Prediction(

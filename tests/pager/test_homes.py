@@ -101,6 +101,21 @@ def test_states_that_pass_in_slices_need_no_room_as_a_whole(disk: DiskFile) -> N
         assert homes.report(wanted)["device"] == wired * MIB
 
 
+def test_where_the_host_lacks_room_the_largest_are_wired_first(disk: DiskFile) -> None:
+    """So that what streams is small and needs little room: updates in slices, gradients that have no homes."""
+    names = {f"w{number}": (4 if number in (0, 13) else 1) * MIB for number in range(14)}
+    wanted = [Wanted("parameter", name, num_bytes) for name, num_bytes in names.items()]
+    wanted += [Wanted("state", f"{name}.0", 2 * size, in_slices=True) for name, size in names.items()]
+    homes = make_homes(16 * MIB, disk)
+    # Four of 1 MiB stream beside 2 MiB of slots; with the large ones among them four of 4 MiB would.
+    found = plan(homes, wanted, arena=18 * MIB, host=16 * MIB, disk=64 * MIB)
+    assert found["device"] == 12
+    assert [homes.planned("parameter", name) for name in ("w0", "w13")] == [Home.DEVICE] * 2
+    # With room below, they are spread: half of the arena less the largest tensor.
+    relaxed = make_homes(64 * MIB)
+    assert plan(relaxed, wanted, arena=34 * MIB, host=64 * MIB)["device"] == 2
+
+
 def test_where_the_largest_takes_it_all_nothing_is_wired() -> None:
     wanted = make_wanted(4)
     assert plan(make_homes(0), wanted, arena=2 * MIB, host=64 * MIB)["device"] == 0

@@ -15,6 +15,7 @@ from pager.policies.staying import (
     lent_gradient_bytes,
     room_for_staying,
     share_arena,
+    share_wired,
     spread,
     usually_wired_bytes,
     wired_bytes,
@@ -185,7 +186,33 @@ def test_what_is_never_there_as_a_whole_needs_no_room_as_a_whole() -> None:
     slots = share_arena(48 * mib, page, least_slot_bytes=page, wired_bytes=wired)
     assert 2 * mib - 5 * page < slots.num_slots * slots.slot_bytes <= 2 * mib
     # A little of a large arena stays free even if the largest tensor is small.
-    assert wired_bytes(48 * mib, page, largest_whole_bytes=page, **known) == 48 * mib - 3 * mib - 1.5 * mib
+    assert wired_bytes(48 * mib, page, largest_whole_bytes=page, **known) == 48 * mib - 1.125 * mib
+
+
+def test_the_largest_are_wired_first_where_streaming_needs_less_then() -> None:
+    mib, page = 2**20, 2**14
+    known: dict[str, Any] = {"total_bytes": 200 * mib, "largest_bytes": 2 * mib, "wires": True}
+    parameters = [mib, 2 * mib, mib, 2 * mib, *[mib // 2] * 160]
+    # Four of what streams, and slots of half of that.
+    share = share_wired(
+        48 * mib, page, parameter_bytes=parameters, largest_other_bytes=0, host_bytes=0, **known
+    )
+    assert share == (45 * mib, mib // 2)
+    # A gradient is never wired: what is as large as it need not come first.
+    share = share_wired(
+        48 * mib, page, parameter_bytes=parameters, largest_other_bytes=mib, host_bytes=0, **known
+    )
+    assert share == (42 * mib, mib)
+    # Where the rest has room below, nothing is in the way of spreading.
+    share = share_wired(
+        48 * mib, page, parameter_bytes=parameters, largest_other_bytes=0, host_bytes=178 * mib, **known
+    )
+    assert share == (22 * mib, 2 * mib)
+    # All of those that are large do not fit: then none comes first.
+    share = share_wired(
+        48 * mib, page, parameter_bytes=[2 * mib] * 40, largest_other_bytes=0, host_bytes=0, **known
+    )
+    assert share == (36 * mib, 2 * mib)
 
 
 def test_a_small_arena_is_nobodys_only_home() -> None:

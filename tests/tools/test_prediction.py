@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -47,7 +48,8 @@ def test_the_simulator_follows_what_was_changed() -> None:
     (without them 1.176 s, with them 1.02 at a share of a quarter), and the CPU's part at batch 8.
     """
     rows = {(row.model, row.batch, row.cpu_share): row for row in MEASURED if row.update_on == "auto"}
-    small, large = (predicted(rows["7b", 8, share]).seconds for share in (0.15, 0.45))
+    large_share = dataclasses.replace(rows["7b", 8, 0.15], cpu_share=0.45)
+    small, large = (predicted(row).seconds for row in (rows["7b", 8, 0.15], large_share))
     alone = predicted(next(row for row in MEASURED if (row.batch, row.update_on) == (8, "device"))).seconds
     assert small is not None
     assert alone is not None
