@@ -26,7 +26,7 @@ COPY_BYTES = 2**26
 TRIES = 5
 # The disk's rate is taken of as much as may be there, but no more than tells what its own cache hides.
 STATE_BYTES = 12
-MOST_DISK_BYTES = 4 * 2**30
+MOST_DISK_BYTES = 16 * 2**30
 
 # AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient.
 UPDATE_BYTES = 28
