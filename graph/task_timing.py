@@ -11,7 +11,7 @@ running task proceeds at a constant rate:
   of pages and that of the update's slots, have half of that each while both copy;
 - the CPU's update: jobs are served as `pager.optim.cpu_pool` does, those first whose ``due`` is the smallest, by as
   many threads as its limit allows and as the job has slices. A thread does its rate, all together theirs at most;
-- disk and host: their own rates;
+- disk and host: their own rates; less each way where the disk reads and writes at once;
 - host DRAM: each byte over the link or the disk is one byte of it, each parameter updated on the CPU
   ``cpu_bytes_per_parameter``. Where the running tasks ask for more than it has, all of them slow down in proportion.
   (Measured, one H200: all threads alone update 4.75 G parameters/s, the link alone moves 50 GB/s each way, together
@@ -76,11 +76,12 @@ _DISK = (Engine.DISK_READ, Engine.DISK_WRITE)
 class MachineRates:
     """What the parts of a machine do in a second. Defaults: one H200 on PCIe 5 x16, measured (docs/benchmarks.md).
 
-    Bytes, but for the CPU's and the device's update: parameters. ``link_both_bytes_per_second``: each way, while both
-    directions run. ``cpu_threads``: that update; ``cpu_update_parameters_per_second``: all of them at once, while the
-    link rests; ``cpu_thread_parameters_per_second``: one of few. ``cpu_bytes_per_parameter``: of host DRAM (weight,
-    gradient and states read, weight and states written). ``copy_seconds``: what a copy costs beside its bytes.
-    ValueError for a rate that is not positive.
+    Bytes, but for the CPU's and the device's update: parameters. ``link_both_bytes_per_second``,
+    ``disk_both_bytes_per_second``: each way, while both go on. ``cpu_threads``: that update;
+    ``cpu_update_parameters_per_second``: all of them at once, while the link rests;
+    ``cpu_thread_parameters_per_second``: one of few. ``cpu_bytes_per_parameter``: of host DRAM (weight, gradient and
+    states read, weight and states written). ``copy_seconds``: what a copy costs beside its bytes. ValueError for a rate
+    that is not positive.
     """
 
     link_in_bytes_per_second: float = 55.3e9
@@ -89,6 +90,7 @@ class MachineRates:
     host_dram_bytes_per_second: float = 150e9
     disk_read_bytes_per_second: float = 1.8e9
     disk_write_bytes_per_second: float = 2.9e9
+    disk_both_bytes_per_second: float = 1.0e9
     cpu_threads: int = 15
     cpu_update_parameters_per_second: float = 4.7e9
     # Five of sixteen do 2.5 G.
@@ -361,12 +363,13 @@ def _speeds(mask: int, num_threads: int, rates: MachineRates) -> tuple[list[floa
     running = [engine for engine in Engine if mask >> engine & 1]
     into, out = (sum(engine in running for engine in streams) for streams in (_IN, _OUT))
     link = rates.link_both_bytes_per_second if into and out else math.inf
+    disk = rates.disk_both_bytes_per_second if all(engine in running for engine in _DISK) else math.inf
     alone = dict.fromkeys(Engine, 0.0) | {
         Engine.COMPUTE: 1.0,
         Engine.BESIDE: 1.0,
         Engine.HOST: 1.0,
-        Engine.DISK_READ: rates.disk_read_bytes_per_second,
-        Engine.DISK_WRITE: rates.disk_write_bytes_per_second,
+        Engine.DISK_READ: min(rates.disk_read_bytes_per_second, disk),
+        Engine.DISK_WRITE: min(rates.disk_write_bytes_per_second, disk),
         Engine.CPU_UPDATE: min(
             num_threads * rates.cpu_thread_parameters_per_second, rates.cpu_update_parameters_per_second
         ),

@@ -318,7 +318,10 @@ SCALE = (
     ),
 )
 FAST_DISK = dataclasses.replace(
-    MACHINE.rates, disk_read_bytes_per_second=12e9, disk_write_bytes_per_second=8e9
+    MACHINE.rates,
+    disk_read_bytes_per_second=12e9,
+    disk_write_bytes_per_second=8e9,
+    disk_both_bytes_per_second=8e9,
 )
 
 

@@ -7,6 +7,7 @@ where homes are and what the CPU is given; only the device is one of paper.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,10 +246,14 @@ def _simulate(
 
 
 def _bound(captured: CapturedModel, machine: Machine, wanted: Wanted, device_bytes: int) -> StepBound | None:
-    """The least seconds of any schedule, with the disk left out; None where the linear program has no solution."""
+    """The least seconds of any schedule; None where the linear program has no solution."""
     step = captured.step
     forward, backward = step.phase_seconds()
     rates = machine.rates
+    # What is on the disk is read and written once, so that either way takes as long.
+    each_way = min(
+        rates.disk_read_bytes_per_second, rates.disk_write_bytes_per_second, rates.disk_both_bytes_per_second
+    )
     try:
         return step_bound(
             num_parameters=step.num_parameters,
@@ -261,12 +266,14 @@ def _bound(captured: CapturedModel, machine: Machine, wanted: Wanted, device_byt
                 link_both_bytes_per_second=rates.link_both_bytes_per_second,
                 host_dram_bytes_per_second=rates.host_dram_bytes_per_second,
                 cpu_update_parameters_per_second=rates.cpu_update_parameters_per_second,
+                disk_bytes_per_second=2 * each_way if wanted.disk_bytes else math.inf,
             ),
             device_bytes=float(device_bytes),
             activation_bytes=float(captured.activation_bytes),
             update_at=wanted.update_at,
             update_on=wanted.update_on,
             size=step.size,
+            host_bytes=float(wanted.host_bytes),
         )
     except ValueError:
         return None

@@ -34,6 +34,13 @@ def test_a_direction_is_slower_while_the_other_runs() -> None:
     assert ends(run_tasks(tasks, ROUND_RATES)) == [2.0, 4.0]
 
 
+def test_a_disk_is_slower_each_way_while_it_reads_and_writes() -> None:
+    rates = dataclasses.replace(ROUND_RATES, disk_both_bytes_per_second=1.0)
+    tasks = make_tasks((Engine.DISK_READ, 3.0, ()), (Engine.DISK_WRITE, 11.0, ()))
+    # Three seconds together at 1 each, then 8 bytes alone at 4.
+    assert ends(run_tasks(tasks, rates)) == [3.0, 5.0]
+
+
 def test_host_memory_slows_all_who_use_it_in_proportion() -> None:
     rates = dataclasses.replace(
         ROUND_RATES,
