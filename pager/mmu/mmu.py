@@ -56,7 +56,9 @@ class Mmu:
         self.clipping = Clipping(self)
         # Where a segment's next forward use lies in the trace; the order of the optimizer's update.
         self.update_order: Callable[[int], int] = lambda segment: segment
-        # Set by the paged model: give a binding a segment of another dtype or layout; undo a refused move.
+        # Set by the paged model: give a binding another value (`pager.mmu.replacing`), or a segment of another dtype or
+        # layout; undo a refused move.
+        self.replace: Callable[[Binding, torch.Tensor], None]
         self.renew: Callable[[Binding, torch.Tensor], None]
         self.undo_move: Callable[[], None]
         # Whether parameters are the rounded values of masters: loading the same values again must not lose those.
@@ -290,9 +292,9 @@ class Mmu:
             return strided_view(fixed.untyped_storage(), dtype, size, stride, offset)
         what = f"backward through {segment.name}"
         with uninterrupted(), ordinary_tensors():
-            lease = self.engine.lease(
-                self.engine.acquire_all([(segment, 0, segment.num_pages, False)], what)[0]
-            )
+            run = self.engine.acquire_all([(segment, 0, segment.num_pages, False)], what)[0]
+            lease = self.engine.lease(run)
+            self.engine.share(run, lease)
             return strided_view(lease.untyped_storage(), dtype, size, stride, offset)
 
     def escape(self, binding: Binding) -> torch.Tensor:
@@ -304,6 +306,7 @@ class Mmu:
         run, tensor = self.fault(binding, current_phase())
         run.escaped = True
         binding.norm = None
+        self.engine.share(run, tensor)
         return tensor
 
     def ordinary_copy(self, binding: Binding) -> torch.Tensor:

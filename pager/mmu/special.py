@@ -144,7 +144,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_handles(_Tensor.data.__set__)
 def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p.data = tensor``: the segment takes the values; another dtype or layout makes it a new one.
+    """``p.data = tensor``: the segment takes the values, and whoever looks at the old ones keeps them
+    (`pager.mmu.replacing`); another dtype or layout makes it a new one.
 
     That is how ``model.half()`` and ``.to(memory_format=...)`` work, tensor by tensor. Moving to another
     device is refused, and what such a move already did to small tensors and buffers is undone.
@@ -174,8 +175,7 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if value.dtype != segment.dtype or (value.stride() != segment.stride and not isinstance(value, Paged)):
         binding.mmu.renew(binding, value)
         return
-    with torch.no_grad():
-        tensor.copy_(value)
+    binding.mmu.replace(binding, value.detach())
 
 
 @_handles(getattr(torch, "_has_compatible_shallow_copy_type", None))

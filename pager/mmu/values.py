@@ -21,7 +21,7 @@ from pager.mmu.binding import NoTorchFunction, strided_view
 from pager.page_table import Home
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -125,6 +125,31 @@ class HomeAliases:
             for copy in copies:
                 copy.shows = binding.version()
         return tensor
+
+    def are_held(self, binding: Binding) -> bool:
+        """Whether somebody looks at the tensor's home, which is about to get another value: what is held of state dicts
+        is brought up to date for the last time.
+        """
+        segment, engine = binding.segment, self._mmu.engine
+        with self._lock:
+            copies = self._copies_of(segment.index)
+        if copies and has_value(self._mmu, binding):
+            self._show(binding)
+        if not self.is_held(segment):
+            return False
+        engine.flush([segment])
+        engine.transfers.home_bytes(segment, write=False)  # waits for the link: the user reads without asking
+        return True
+
+    def leave(self, segment: Segment) -> Callable[[], bool]:
+        """The tensor has another value: what was given out is the user's own now. What comes back answers whether he
+        still looks at the home that was shared.
+        """
+        with self._lock:
+            self._copies.pop(segment.index, None)
+            self._aliases.pop(segment.index, None)
+            arrays = self._arrays.pop(segment.index, [])
+        return lambda: any(ref() is not None for ref in arrays)
 
     def refresh(self) -> None:
         """After a step: what users hold of a ``state_dict()`` shows the new values, as torch's own does."""
@@ -336,7 +361,7 @@ def storage_bytes(
     that layout.
     """
     with NoTorchFunction(), torch.no_grad():
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() != tuple(stride) or tensor.size() != size:
             laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
             laid_out.copy_(tensor)
