@@ -119,6 +119,8 @@ class Mmu:
                 pop_hooks()
             self.exit(bindings, use)
             leases.clear()  # a traceback may keep this frame alive
+            if self.aliases:
+                self.aliases.follow([*bindings, *(frames.binding for _, frames in views)])
 
     def before_access(self, bindings: Sequence[Binding]) -> None:
         """Finish optimizer steps that were interrupted, updates of these tensors that waited for this, and the clipping

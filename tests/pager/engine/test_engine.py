@@ -280,7 +280,7 @@ def test_another_value_stands_beside_the_one_that_is_leased(home: Home) -> None:
     rig, values = make_filled([PAGE], arena_frames=2, homes=[home])
     _, old = rig.lease(0)
     rig.write_through(0, old, make_values(PAGE, 9))
-    states: list[list[PageState]] = []
+    states: list[list[int]] = []
     rig.engine.replace(rig.segments[0], torch.from_numpy(~values[0]), lambda: states.append(rig.state(0)))
     np.testing.assert_array_equal(old.numpy(), make_values(PAGE, 9))
     np.testing.assert_array_equal(rig.read(0), ~values[0])
