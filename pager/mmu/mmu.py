@@ -200,6 +200,7 @@ class Mmu:
         if not run.covers(0, binding.segment.num_pages):
             return
         run.stays = True
+        self.engine.share(run, lease)
         binding.users.add(binding)
         binding.run, binding.fixed = run, lease
 
@@ -341,9 +342,10 @@ class Mmu:
         try:
             leases += self.enter(bindings, "resident()", use)
             with self.engine.lock:
-                for binding in bindings:
+                for binding, lease in zip(bindings, leases, strict=True):
                     for run in self.engine.runs_of(binding.segment):
                         run.escaped = True
+                        self.engine.share(run, lease)
             yield
         finally:
             self.exit(bindings, use)

@@ -224,14 +224,19 @@ def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_handles(_method("set_"))
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p.set_(tensor)`` of the same kind, as parametrizations do, gives it the values; else it is refused."""
+    """``p.set_(tensor)`` of the same kind, as parametrizations do, gives it the values as ``p.data = tensor`` does, but
+    counts as a write; else it is refused.
+    """
     target = args[0]
     source = args[1] if len(args) == 2 else kwargs.get("source")
     segment = target._pager.segment
     if not isinstance(source, torch.Tensor) or source.shape != segment.size or source.dtype != segment.dtype:
         return _refuse(func, args, kwargs)
     with torch.no_grad():
-        return target.copy_(source)
+        binding = target._pager
+        binding.mmu.replace(binding, source.detach())
+        binding.bump_version()
+    return target
 
 
 @_handles(_method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_"))

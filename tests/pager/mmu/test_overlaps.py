@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.cases.same import Report, check_same
+from tests.cases.same import Report, check_same, manage
 
 WIDTH = 96
 
@@ -61,6 +61,34 @@ def test_an_operation_on_overlapping_operands(name: str, share: float) -> None:
         report("weight", weight)
 
     check_same(make_model, script, share=share)
+
+
+@pytest.mark.parametrize("name", ["transposed", "aliases", "with an alias", "no views to torch"])
+def test_an_operation_on_a_parameter_that_has_come_to_stay(name: str) -> None:
+    model = manage(make_model(), share=1.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    weight = next(p for p in model.parameters() if getattr(p, "_pager", None) and p._pager.keep)
+    with torch.no_grad():
+        before = weight.clone()
+        assert weight._pager.fixed is not None
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            REFUSED[name](weight)
+        assert torch.equal(weight, before)
+    model.pager.close()
+
+
+def test_an_operation_inside_resident() -> None:
+    model = manage(make_model(), share=1.0)
+    weight = model[0].weight
+    with torch.no_grad(), model.pager.resident(model[0]):
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            weight.add_(weight.data.t())
+        weight.add_(weight.data)
+    model.pager.close()
+    assert torch.equal(model[0].weight, make_model()[0].weight * 2)
 
 
 class WritesInBackward(torch.autograd.Function):

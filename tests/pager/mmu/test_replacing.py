@@ -17,7 +17,8 @@ from pager.errors import TierFull
 from pager.mmu import values
 from pager.page_table import Home
 from tests import models
-from tests.cases.same import Report, check_equal, check_same, copied, manage, train
+from tests.cases.plainly import MAKERS, Pair
+from tests.cases.same import Report, check_equal, check_same, copied, manage, num_pages, train
 
 CASE = models.make_mlp()
 WIDTH = 96
@@ -397,3 +398,27 @@ def test_no_room_for_another_home_beside_a_held_one(monkeypatch: pytest.MonkeyPa
     runtime.homes.release_host()
     assert runtime.host.used_bytes == used, "homes that nobody looks at are free again"
     model.pager.close()
+
+
+@pytest.mark.parametrize("how", ["data", "copy"])
+@pytest.mark.parametrize("budget", [0.6, 8.0])
+def test_masters_begin_anew_from_what_is_assigned_and_outlive_what_is_copied_in_and_out(
+    budget: float, how: str
+) -> None:
+    """As a paged parameter's master does at any counted write; ``.data.copy_`` is none."""
+    pair = Pair(models.make_mlp, MAKERS["adamw"], budget=budget)
+    pair.train(2)
+    for _ in range(2):
+        paged = [param for param in pair.model.parameters() if num_pages(param)]
+        ema = (Ema if how == "data" else CopyingEma)(pair.model)
+        ema.update()
+        ema.shadow = {name: value * 0.5 for name, value in ema.shadow.items()}
+        ema.swap_in()
+        pair.model(torch.ones(3, WIDTH, dtype=torch.bfloat16))
+        ema.swap_out()
+        if how == "data":
+            pair.plain.written(*[p for p in pair.plain.params if num_pages(p)])
+        assert len(paged) == 5
+        pair.check()
+        pair.train(2)
+    pair.close()
