@@ -82,8 +82,6 @@ class Engine(Faults):
             self.discard(segment)
             settle()
             self.store(segment, source)
-            with self.lock:
-                self.horizon = min(self.horizon, self.timeline.next_use(segment.index))
             return
         if not self.in_use(segment):
             self.store(segment, source)

@@ -339,6 +339,34 @@ def test_its_own_data_changes_nothing(place: str, tmp_path: Path) -> None:
     check_everywhere(place, script, tmp_path)
 
 
+def test_a_held_state_dict_shows_the_last_value_before_a_conversion() -> None:
+    def script(model: Any, report: Report) -> None:
+        held = model.state_dict()["2.weight"]
+        model[2].weight.data.mul_(2)
+        model[2].weight.data = model[2].weight.data.double()
+        report("held", held)
+        model[2].weight.data = model[2].weight.data.float()
+
+    check_same(make_pair, script)
+
+
+def test_values_that_are_conjugate_only_by_a_flag() -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.ParameterList(
+            [nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64)) for _ in range(3)]
+        )
+
+    def script(model: Any, report: Report) -> None:
+        other = torch.randn(WIDTH, WIDTH, dtype=torch.complex64)
+        with torch.no_grad():
+            model[1].copy_(other.conj())
+        model[2].data = other.conj()
+        report("weights", list(model))
+
+    check_same(make, script)
+
+
 def test_gradients_and_states_too() -> None:
     def script(model: Any, report: Report) -> None:
         optimizer = adamw(model)
@@ -390,6 +418,11 @@ def test_no_room_for_another_home_beside_a_held_one(monkeypatch: pytest.MonkeyPa
         with pytest.raises(pager.BudgetError, match=r"another value of 2\.weight.*Let go of the state dict"):
             weight.data = NEW.clone()
     check_equal([old, old], [copied(weight), held], "refused")
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.engine, "replace", lambda *arguments: full(0))
+        with pytest.raises(TierFull):
+            weight.data = NEW.clone()
+    assert runtime.host.used_bytes == used
     for _ in range(3):
         weight.data = NEW.clone()
         held = model.state_dict()["2.weight"]
@@ -398,6 +431,16 @@ def test_no_room_for_another_home_beside_a_held_one(monkeypatch: pytest.MonkeyPa
     runtime.homes.release_host()
     assert runtime.host.used_bytes == used, "homes that nobody looks at are free again"
     model.pager.close()
+
+
+def test_the_same_values_keep_the_masters() -> None:
+    pair = Pair(models.make_mlp, MAKERS["adamw"], budget=0.6)
+    pair.train(2)
+    for param in pair.model.parameters():
+        param.data = param.data.clone()
+    pair.check()
+    pair.train(1)
+    pair.close()
 
 
 @pytest.mark.parametrize("how", ["data", "copy"])
