@@ -30,29 +30,36 @@ def make_mlp() -> Any:
     return models.make_mlp().model
 
 
-def make_pair() -> Any:
+def make_layers() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
-PLACES = ["streams", "stays", "wired", "disk"]
+# The last weight streams from host memory, stays on the device, has its home there, or on a disk.
+PLACES = {"streams": Home.HOST, "stays": Home.HOST, "wired": Home.DEVICE, "disk": Home.DISK}
 
 
 def check_everywhere(place: str, script: Callable[[Any, Report], None], folder: Path) -> None:
-    """Run ``script`` with the parameters' homes in host memory, the same and all of them on the device, homes on the
-    device, and homes on a disk.
-    """
-    knobs: dict[str, Any] = {"share": {"streams": 0.6, "stays": 1.5, "wired": 8.0, "disk": 0.6}[place]}
+    """Run ``script``, which trains, with the last weight at such a place."""
+
+    def placed(model: Any, report: Report) -> None:
+        script(model, report)
+        if "pager" in model.__dict__:
+            binding = model[3].weight._pager
+            home = model.pager._runtime.table.home[binding.segment.first_page]
+            assert (home, binding.keep) == (PLACES[place], place in ("stays", "wired"))
+
+    knobs: dict[str, Any] = {"share": {"stays": 0.6, "wired": 8.0}.get(place, 0.35)}
     if place == "disk":
         knobs |= {"disk": folder, "host_budget": "1KiB"}
-    check_same(make_pair, script, **knobs)
+    check_same(make_layers, placed, **knobs)
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train_pair(model: Any, report: Report, optimizer: torch.optim.Optimizer | None = None) -> None:
+def train_layers(model: Any, report: Report, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Two steps."""
     optimizer = adamw(model) if optimizer is None else optimizer
     for _ in range(2):
@@ -151,11 +158,11 @@ def test_what_fits_no_more_is_refused_with_the_way_out_and_nothing_is_lost() -> 
 @pytest.mark.parametrize("place", PLACES)
 def test_two_weights_are_swapped(place: str, tmp_path: Path) -> None:
     def script(model: Any, report: Report) -> None:
-        one, other = model[0].weight, model[2].weight
+        one, other = model[3].weight, model[1].weight
         for _ in range(2):
             one.data, other.data = other.data, one.data
             report("swapped", [one, other])
-            train_pair(model, report)
+            train_layers(model, report)
 
     check_everywhere(place, script, tmp_path)
 
@@ -175,19 +182,19 @@ HOLDERS: dict[str, Callable[[Any], Tensor]] = {
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_who_holds_the_old_value_keeps_it(holder: str, place: str, tmp_path: Path) -> None:
     def script(model: Any, report: Report) -> None:
-        weight = model[0].weight
+        weight = model[3].weight
         old = HOLDERS[holder](weight)
         weight.data = NEW.clone()
         report("assigned", [old, weight])
         with torch.no_grad():
             weight.mul_(2)
         report("written to", [old, weight])
-        train_pair(model, report)
+        train_layers(model, report)
         report("trained", [old, weight])
         with torch.no_grad():
             old.mul_(3)
         report("old one written to", [old, weight])
-        train_pair(model, report)
+        train_layers(model, report)
 
     check_everywhere(place, script, tmp_path)
 
@@ -195,20 +202,20 @@ def test_who_holds_the_old_value_keeps_it(holder: str, place: str, tmp_path: Pat
 @pytest.mark.parametrize("place", PLACES)
 def test_a_held_state_dict_keeps_what_it_showed(place: str, tmp_path: Path) -> None:
     def script(model: Any, report: Report) -> None:
-        weight = model[0].weight
-        before = model.state_dict()["0.weight"]
+        weight = model[3].weight
+        before = model.state_dict()["3.weight"]
         with torch.no_grad():
             weight.add_(1)
         weight.data = NEW.clone()
         report("assigned", [before, weight])
-        after = model.state_dict()["0.weight"]
+        after = model.state_dict()["3.weight"]
         before.mul_(2)  # is nobody's but the user's
-        train_pair(model, report)
+        train_layers(model, report)
         report("trained", [before, after, weight])
         weight.data = NEW.half().float()
         report("once more", [before, after, weight])
         after.fill_(3)
-        train_pair(model, report)
+        train_layers(model, report)
 
     check_everywhere(place, script, tmp_path)
 
@@ -217,7 +224,7 @@ def test_a_held_state_dict_keeps_what_it_showed(place: str, tmp_path: Path) -> N
 def test_an_update_that_waits_is_in_the_old_value(place: str, tmp_path: Path) -> None:
     def script(model: Any, report: Report) -> None:
         optimizer = adamw(model)
-        weight = model[0].weight
+        weight = model[3].weight
         for _ in range(2):
             model(X).square().sum().backward()
             optimizer.step()
@@ -231,7 +238,7 @@ def test_an_update_that_waits_is_in_the_old_value(place: str, tmp_path: Path) ->
             optimizer.step()
             weight.data = NEW.clone()
             optimizer.zero_grad()
-        train_pair(model, report, optimizer)
+        train_layers(model, report, optimizer)
 
     check_everywhere(place, script, tmp_path)
 
@@ -251,7 +258,7 @@ def test_a_graph_from_before_computes_as_in_torch(graph: str, place: str, tmp_pa
     """With the old values of a view, and with the new ones of the parameter itself, and no version has moved."""
 
     def script(model: Any, report: Report) -> None:
-        weight = model[0].weight
+        weight = model[3].weight
         x = X.clone().requires_grad_()
         loss = GRAPHS[graph](x, weight).square().sum()
         version = weight._version
@@ -260,16 +267,16 @@ def test_a_graph_from_before_computes_as_in_torch(graph: str, place: str, tmp_pa
         loss.backward()
         report("gradients", [x.grad, weight.grad])
         model.zero_grad()
-        train_pair(model, report)
+        train_layers(model, report)
 
     check_everywhere(place, script, tmp_path)
 
 
 def test_a_graph_from_before_that_recomputes_is_refused() -> None:
-    model = manage(make_pair())
-    loss = checkpoint(lambda x: model[0](x), X.clone().requires_grad_(), use_reentrant=False).sum()
-    model[0].weight.data = NEW.clone()
-    with pytest.raises(RuntimeError, match=r"0\.weight, whose \.data was assigned.*call backward\(\) before"):
+    model = manage(make_layers())
+    loss = checkpoint(lambda x: model[3](x), X.clone().requires_grad_(), use_reentrant=False).sum()
+    model[3].weight.data = NEW.clone()
+    with pytest.raises(RuntimeError, match=r"3\.weight, whose \.data was assigned.*call backward\(\) before"):
         loss.backward()
     model.pager.close()
 
@@ -283,33 +290,33 @@ def test_only_a_graph_that_may_look_back_costs_a_copy(monkeypatch: pytest.Monkey
         return original(mmu, binding)
 
     monkeypatch.setattr(values, "cpu_bytes", copy)
-    model = manage(make_pair())
+    model = manage(make_layers())
     loss = model(X).sum()
-    model[2].weight.data = NEW.clone()
-    assert copies == ["2.weight"]
+    model[3].weight.data = NEW.clone()
+    assert copies == ["3.weight"]
     loss.backward()
-    model[2].weight.data = NEW * 2
-    assert copies == ["2.weight"], "backward has let go of what was saved, though the loss is there"
+    model[3].weight.data = NEW * 2
+    assert copies == ["3.weight"], "backward has let go of what was saved, though the loss is there"
     model.pager.close()
 
 
 def test_an_old_graph_is_right_after_closing() -> None:
     grads = []
     for managed in (False, True):
-        model = manage(make_pair()) if managed else make_pair()
+        model = manage(make_layers()) if managed else make_layers()
         x = X.clone().requires_grad_()
-        loss = F.linear(x, model[0].weight).sum()
-        model[0].weight.data = NEW.clone()
+        loss = F.linear(x, model[3].weight).sum()
+        model[3].weight.data = NEW.clone()
         if managed:
             model.pager.close()
         loss.backward()
-        grads.append([copied(x.grad), copied(model[0].weight.grad)])
+        grads.append([copied(x.grad), copied(model[3].weight.grad)])
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
 def test_a_view_from_before_keeps_its_graph_and_its_value() -> None:
     def script(model: Any, report: Report) -> None:
-        weight = model[0].weight
+        weight = model[3].weight
         row, turned = weight[0], weight.t()
         weight.data = NEW.clone()
         ((row * 2).exp().sum() + (X @ turned).square().sum()).backward()
@@ -318,7 +325,7 @@ def test_a_view_from_before_keeps_its_graph_and_its_value() -> None:
             row.add_(1)
         report("written to", [row, turned, weight])
 
-    check_same(make_pair, script, share=0.8)
+    check_same(make_layers, script, share=0.8)
 
 
 # -- what else ---------------------------------------------------------------------------------------------------------
@@ -327,7 +334,8 @@ def test_a_view_from_before_keeps_its_graph_and_its_value() -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_its_own_data_changes_nothing(place: str, tmp_path: Path) -> None:
     def script(model: Any, report: Report) -> None:
-        weight = model[0].weight
+        train_layers(model, report)
+        weight = model[3].weight
         old = weight.data
         weight.data = old
         weight.data = weight.data
@@ -341,13 +349,13 @@ def test_its_own_data_changes_nothing(place: str, tmp_path: Path) -> None:
 
 def test_a_held_state_dict_shows_the_last_value_before_a_conversion() -> None:
     def script(model: Any, report: Report) -> None:
-        held = model.state_dict()["2.weight"]
-        model[2].weight.data.mul_(2)
-        model[2].weight.data = model[2].weight.data.double()
+        held = model.state_dict()["3.weight"]
+        model[3].weight.data.mul_(2)
+        model[3].weight.data = model[3].weight.data.double()
         report("held", held)
-        model[2].weight.data = model[2].weight.data.float()
+        model[3].weight.data = model[3].weight.data.float()
 
-    check_same(make_pair, script)
+    check_same(make_layers, script)
 
 
 def test_values_that_are_conjugate_only_by_a_flag() -> None:
@@ -361,7 +369,7 @@ def test_values_that_are_conjugate_only_by_a_flag() -> None:
         other = torch.randn(WIDTH, WIDTH, dtype=torch.complex64)
         with torch.no_grad():
             model[1].copy_(other.conj())
-        model[2].data = other.conj()
+        model[1].data = other.conj()
         report("weights", list(model))
 
     check_same(make, script)
@@ -373,41 +381,42 @@ def test_gradients_and_states_too() -> None:
         for _ in range(2):
             model(X).square().sum().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
-            grad = model[0].weight.grad
+            grad = model[3].weight.grad
             old = grad.data
             grad.data = NEW.clone()
-            report("gradient", [old, grad, model[0].weight.grad])
+            report("gradient", [old, grad, model[3].weight.grad])
             del old
             optimizer.step()
-            moment = optimizer.state[model[0].weight]["exp_avg"]
+            moment = optimizer.state[model[3].weight]["exp_avg"]
             old = moment.data
             moment.data = moment.data * 2
             report("moment", [old, moment])
             del old
             optimizer.zero_grad()
-        train_pair(model, report, optimizer)
+        train_layers(model, report, optimizer)
 
-    check_same(make_pair, script, share=0.6)
+    check_same(make_layers, script, share=0.6)
 
 
 def test_inside_resident_the_parameter_points_at_its_new_value() -> None:
-    model = manage(make_pair(), share=1.0)
-    weight = model[0].weight
-    with model.pager.resident(model[0]):
+    model = manage(make_layers(), share=0.6)
+    weight = model[3].weight
+    with model.pager.resident(model[3]):
         weight.data = NEW.clone()
         with torch._C.DisableTorchFunctionSubclass():
             assert torch.equal(weight.detach(), NEW)
             torch.from_numpy(weight.detach().numpy())[0] = 7
+    model.pager._runtime.engine.evict_segments([weight._pager.segment])
     assert float(weight.detach()[0, 5]) == 7
     model.pager.close()
-    assert torch.equal(model[0].weight[1:], NEW[1:])
+    assert torch.equal(model[3].weight[1:], NEW[1:])
 
 
 def test_no_room_for_another_home_beside_a_held_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = manage(make_pair())
-    weight, runtime = model[2].weight, model.pager._runtime
+    model = manage(make_layers())
+    weight, runtime = model[3].weight, model.pager._runtime
     assert runtime.table.home[weight._pager.segment.first_page] == Home.HOST
-    held, old = model.state_dict()["2.weight"], copied(weight)
+    held, old = model.state_dict()["3.weight"], copied(weight)
     used = runtime.host.used_bytes
 
     def full(num_frames: int) -> int:
@@ -415,7 +424,7 @@ def test_no_room_for_another_home_beside_a_held_one(monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(runtime.host, "allocate", full)
-        with pytest.raises(pager.BudgetError, match=r"another value of 2\.weight.*Let go of the state dict"):
+        with pytest.raises(pager.BudgetError, match=r"another value of 3\.weight.*Let go of the state dict"):
             weight.data = NEW.clone()
     check_equal([old, old], [copied(weight), held], "refused")
     with monkeypatch.context() as patch:
@@ -425,7 +434,7 @@ def test_no_room_for_another_home_beside_a_held_one(monkeypatch: pytest.MonkeyPa
     assert runtime.host.used_bytes == used
     for _ in range(3):
         weight.data = NEW.clone()
-        held = model.state_dict()["2.weight"]
+        held = model.state_dict()["3.weight"]
     del held
     weight.data = NEW.clone()
     runtime.homes.release_host()
