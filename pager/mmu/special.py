@@ -156,6 +156,9 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return
     binding.mmu.before_access([binding])
     segment = binding.segment
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        what = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError(f"{segment.name}: .data of a managed tensor is a dense tensor, not {what}")
     if value.shape != segment.size:
         raise ConfigError(
             f"{segment.name}: a managed tensor of {tuple(segment.size)} cannot take data of {tuple(value.shape)}; "

@@ -358,6 +358,21 @@ def test_a_held_state_dict_shows_the_last_value_before_a_conversion() -> None:
     check_same(make_layers, script)
 
 
+def test_what_is_no_dense_tensor_is_refused() -> None:
+    model = manage(make_layers())
+    weight: Any = model[3].weight
+    old = copied(weight)
+    for value, what in (
+        (torch.ones(WIDTH, WIDTH).to_sparse(), r"torch\.sparse_coo"),
+        (5, "int"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(pager.ConfigError, match=rf"3\.weight: \.data .* not {what}"):
+            weight.data = value
+    check_equal(old, copied(weight), "refused")
+    model.pager.close()
+
+
 def test_values_that_are_conjugate_only_by_a_flag() -> None:
     def make() -> Any:
         torch.manual_seed(0)
