@@ -343,6 +343,17 @@ class Homes(HomeFrames):
         self._table.settle(segment.first_page, segment.last_page, Home.HOST, -1)  # counts as wired no more
         self._free_left()
 
+    def other_frames(self, segment: Segment) -> tuple[Home, int]:
+        """Frames for :meth:`move` beside those that somebody looks at in host memory. Raises BudgetError."""
+        try:
+            return self._below(Home.HOST, segment.num_pages)
+        except TierFull as error:
+            raise BudgetError(
+                f"pager: no tier has room for another value of {segment.name} beside the one that a held state_dict() "
+                f"shows, {format_bytes(segment.num_pages * self._page_size)} ({error}). Let go of the state dict "
+                f"before assigning .data, or raise host_budget{self._disk_remedy(self._disk is not None)}"
+            ) from error
+
     def move(self, segment: Segment, home: Home, frame: int, *, is_held: Callable[[], bool] = bool) -> None:
         """The segment's bytes, all of them, are in these frames now: that is its home. The old frames are free once not
         ``is_held()``.

@@ -27,6 +27,7 @@ from pager.mmu import values
 from pager.mmu.binding import Binding, NoTorchFunction
 from pager.mmu.mmu import Mmu
 from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor, unpage_tensor
+from pager.mmu.replacing import Replacing
 from pager.model_checks import MANAGED_SMALL, Parameters
 from pager.page_table import Home, PageTable
 from pager.tiers.host_arena import HostArena
@@ -72,6 +73,7 @@ class PagedModel:
         self._gradients_need_homes = gradients_need_homes
         self._look_at_heap = look_at_heap
         self._device = mmu.engine.device.torch_device
+        mmu.replace = Replacing(mmu, homes, self._resize_checker).replace
         mmu.renew = self.renew
         mmu.undo_move = self.undo_move
 
@@ -191,6 +193,7 @@ class PagedModel:
             home=home,
         )
         raw = values.storage_bytes(value, segment.size, segment.stride, segment.num_bytes)
+        self._mmu.aliases.are_held(binding)  # what is held of state dicts shows the old value from now on
         self._mmu.unfix(binding)
         self._engine.discard(old)  # views keep the old values; its frames are free for the new ones
         binding.rebind(segment)

@@ -8,7 +8,7 @@ writing home. Beside them `reclaim` evicts, `transfer` moves bytes, `timeline` k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +71,47 @@ class Engine(Faults):
             if (states != PageState.EMPTY).any():
                 self.table.discard(segment.first_page, segment.last_page)
 
+    @whole
+    def replace(self, segment: Segment, source: torch.Tensor, settle: Callable[[], None]) -> None:
+        """Give the segment the bytes of ``source`` as another value: views of the old one keep that, as after
+        :meth:`discard`. ``settle`` is called when there is no value, and may name another home.
+
+        Raises TierError, and BudgetError: then a segment whose home is the device keeps the old value.
+        """
+        if int(self.table.home[segment.first_page]) != Home.DEVICE:
+            self.discard(segment)
+            settle()
+            self.store(segment, source)
+            return
+        if not self.in_use(segment):
+            self.store(segment, source)
+            return
+        (run,) = self.runs_of(segment)
+        self.hold(run)  # the old value must be there to go back to
+        try:
+            with self.lock:
+                self._orphan(run)
+            done = False
+            try:
+                self.store(segment, source)
+                done = True
+            finally:
+                if not done:
+                    self._take_back(run)
+        finally:
+            self.release(run)
+
+    def _take_back(self, run: Run) -> None:
+        """Undo :meth:`_orphan` of a run that is leased, where nothing has taken its place."""
+        with self.lock:
+            for other in list(self._runs[run.segment.index]):
+                self._orphan(other)
+            self.table.materialize(run.begin, run.end, run.frame)
+            for _ in range(run.pins):
+                self.table.pin(run.begin, run.end)
+            run.orphan = False
+            self._runs[run.segment.index].append(run)
+
     def _orphan(self, run: Run) -> None:
         """Cut a run off its segment (locked). With no lease left it is freed at once."""
         for _ in range(run.pins):
@@ -79,6 +120,7 @@ class Engine(Faults):
             self.table.end_page_in(run.begin, run.end, success=True)
         self.table.discard(run.begin, run.end)
         run.orphan = True
+        run.rank = None  # no reclaim looks at it any more
         if not run.pins:
             self.forget_run(run)
         else:

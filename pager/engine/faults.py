@@ -337,12 +337,18 @@ class Faults(Leases):
         need = sum(num_pages for _, _, num_pages, _ in wanted) * page_size
         with self.lock:
             largest = self.arena.largest_free_frames(lambda run: not run.is_kept and not run.pins) * page_size
-            pinned = sum(run.num_pages for run in self.resident_runs() if run.pins or run.is_kept) * page_size
+            arena = self.arena
+            owners = [owner for slab in range(arena.num_slabs) for owner in arena.slab_owners(slab)]
+            runs = [
+                owner for owner in owners if isinstance(owner, Run)
+            ]  # also old values that somebody holds
+            pinned = sum(run.num_pages for run in runs if run.pins or run.is_kept) * page_size
         names = ", ".join(segment.name for segment, *_ in wanted[:4]) + (", ..." if len(wanted) > 4 else "")
         return BudgetError(
             f"pager: {what} needs {format_bytes(need)} on the device at once ({names}), but of "
             f"{format_bytes(self.arena.capacity_bytes)} for pages the largest stretch that can be emptied is "
             f"{format_bytes(largest)} ({format_bytes(pinned)} are in use). Raise device_budget by at least "
             f"{format_bytes(max(need - largest, page_size))}, or drop views of managed tensors that you keep "
-            "(a torch.autograd.Function that saves a view keeps it until backward)."
+            "(a torch.autograd.Function that saves a view keeps it until backward). Of many parameters keep "
+            "p.data.clone() or .cpu(), or model.state_dict(), not p.data or p.detach(), which stay on the device."
         )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pager.device.base import Note
 from pager.engine.checked_policy import CheckedPolicy
@@ -177,9 +178,25 @@ class Leases:
     # -- leases ------------------------------------------------------------------------------------
 
     def lease(self, run: Run) -> torch.Tensor:
-        """The pinned run as a fresh uint8 tensor; takes over one pin, given back when its last view dies."""
+        """The pinned run as a uint8 tensor; takes over one pin, given back when its last view dies.
+
+        Its storage is a fresh one, or that of a tensor which the user holds (:meth:`share`): by that torch knows
+        operands that overlap.
+        """
+        if run.shared is not None:
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(run.shared.cdata)
+            if storage is not None:
+                self.release(run)  # the tensor that is held has a pin for both
+                lease = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                return lease.set_(storage, 0, (run.num_bytes,), (1,))
+            run.shared = None
         note = Note(self._released, run, self._noted)
         return self.arena.lease(run.frame, run.num_bytes, note)
+
+    def share(self, run: Run, tensor: torch.Tensor) -> None:
+        """The user gets ``tensor``, over a lease of the run: while its storage lives all leases share that."""
+        if run.shared is None or run.shared.expired():
+            run.shared = StorageWeakRef(tensor.untyped_storage())
 
     def hold(self, run: Run) -> None:
         """Pin a run that is on the device, until ``release``."""

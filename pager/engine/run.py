@@ -9,6 +9,8 @@ from pager.device.base import Region
 from pager.tiers.device_arena import merge_fence
 
 if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
     from pager.address_space import Segment
     from pager.device.base import Event, Stream
     from pager.engine.disk_requests import Job
@@ -33,7 +35,8 @@ class Run:
     run. orphan: the segment has dropped this value; the frames go when the last lease does. rank: scratch of
     reclaim: the run's place in the eviction order, None if it may not go. version: the tensor's version
     counter when device and home were last known to agree, or a write was last
-        noted. arrival: the page in from a disk that fills it.
+        noted. arrival: the page in from a disk that fills it. shared: the storage of a tensor over the run that was
+        given to the user.
     """
 
     segment: Segment
@@ -55,6 +58,7 @@ class Run:
     orphan: bool = False
     version: int = 0
     arrival: Job | None = None
+    shared: StorageWeakRef | None = None
     rank: int | None = None
 
     @property

@@ -60,6 +60,17 @@ def raw_version(tensor: torch.Tensor) -> int:
         return int(_get_version(tensor))
 
 
+class Value:
+    """One value of a paged tensor, for graphs that look back at it. ``kept``: its bytes, uint8 on the CPU, once the
+    tensor has been given another one (`pager.mmu.replacing`).
+    """
+
+    __slots__ = ("__weakref__", "kept")
+
+    def __init__(self) -> None:
+        self.kept: torch.Tensor | None = None
+
+
 class Pending(Protocol):
     """An optimizer step's updates that wait for their parameters' next use."""
 
@@ -102,6 +113,7 @@ class Binding:
         "segment",
         "tensor",
         "users",
+        "value",
         "versions_before",
     )
 
@@ -128,9 +140,10 @@ class Binding:
         self.scale: Scale | None = None
         # Torch derived the graph of a view from this tensor while it pointed nowhere (`pager.mmu.view`).
         self.derived_blindly = False
-        # Versions counted by tensors that stood here before, so that a saved version never fits another
-        # tensor.
+        # Versions that the tensor's own counter does not tell of: counted by tensors that stood here before, so that a
+        # saved version never fits another tensor, and other values through ``.data``.
         self.versions_before = 0
+        self.value = Value()
 
     def _take(self, segment: Segment) -> None:
         self.segment = segment

@@ -56,7 +56,9 @@ class Mmu:
         self.clipping = Clipping(self)
         # Where a segment's next forward use lies in the trace; the order of the optimizer's update.
         self.update_order: Callable[[int], int] = lambda segment: segment
-        # Set by the paged model: give a binding a segment of another dtype or layout; undo a refused move.
+        # Set by the paged model: give a binding another value (`pager.mmu.replacing`), or a segment of another dtype or
+        # layout; undo a refused move.
+        self.replace: Callable[[Binding, torch.Tensor], None]
         self.renew: Callable[[Binding, torch.Tensor], None]
         self.undo_move: Callable[[], None]
         # Whether parameters are the rounded values of masters: loading the same values again must not lose those.
@@ -117,6 +119,8 @@ class Mmu:
                 pop_hooks()
             self.exit(bindings, use)
             leases.clear()  # a traceback may keep this frame alive
+            if self.aliases:
+                self.aliases.follow([*bindings, *(frames.binding for _, frames in views)])
 
     def before_access(self, bindings: Sequence[Binding]) -> None:
         """Finish optimizer steps that were interrupted, updates of these tensors that waited for this, and the clipping
@@ -196,6 +200,7 @@ class Mmu:
         if not run.covers(0, binding.segment.num_pages):
             return
         run.stays = True
+        self.engine.share(run, lease)
         binding.users.add(binding)
         binding.run, binding.fixed = run, lease
 
@@ -290,9 +295,9 @@ class Mmu:
             return strided_view(fixed.untyped_storage(), dtype, size, stride, offset)
         what = f"backward through {segment.name}"
         with uninterrupted(), ordinary_tensors():
-            lease = self.engine.lease(
-                self.engine.acquire_all([(segment, 0, segment.num_pages, False)], what)[0]
-            )
+            run = self.engine.acquire_all([(segment, 0, segment.num_pages, False)], what)[0]
+            lease = self.engine.lease(run)
+            self.engine.share(run, lease)
             return strided_view(lease.untyped_storage(), dtype, size, stride, offset)
 
     def escape(self, binding: Binding) -> torch.Tensor:
@@ -304,6 +309,7 @@ class Mmu:
         run, tensor = self.fault(binding, current_phase())
         run.escaped = True
         binding.norm = None
+        self.engine.share(run, tensor)
         return tensor
 
     def ordinary_copy(self, binding: Binding) -> torch.Tensor:
@@ -336,9 +342,10 @@ class Mmu:
         try:
             leases += self.enter(bindings, "resident()", use)
             with self.engine.lock:
-                for binding in bindings:
+                for binding, lease in zip(bindings, leases, strict=True):
                     for run in self.engine.runs_of(binding.segment):
                         run.escaped = True
+                        self.engine.share(run, lease)
             yield
         finally:
             self.exit(bindings, use)

@@ -158,6 +158,7 @@ def _access_of_several_models(
     finally:
         mmu.exit(own, use)
         leases.clear()
+        mmu.aliases.follow(own)
 
 
 def page_tensor(binding: Binding, cls: type[Paged]) -> None:

@@ -54,6 +54,7 @@ class _SavedFrame:
         "segment",
         "size",
         "stride",
+        "value",
         "version",
     )
 
@@ -68,6 +69,8 @@ class _SavedFrame:
         self.version = raw_version(self.base)
         self.segment = binding.segment
         self.is_view = tensor is not self.base
+        # A parameter itself has, in torch too, the value that ``.data`` has been given since.
+        self.value = binding.value if self.is_view or neighbours is not None else None
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.dtype = tensor.dtype
@@ -82,6 +85,9 @@ class _SavedFrame:
         if found != self.version:
             raise changed_since(f"parameter {self.binding.name}", self.size, found, self.version)
         dtype, size, stride = self.dtype, self.size, self.stride
+        kept = None if self.value is None else self.value.kept
+        if kept is not None:
+            return self._as_saved(self._on_device(kept))
         segment = self.binding.segment
         if segment is not self.segment and self.binding.tensor is self.base:
             if self.is_view:
@@ -99,6 +105,21 @@ class _SavedFrame:
             tensor = self.binding.mmu.fault_saved(self.binding, dtype, size, stride, self.offset)
         else:
             tensor = strided_view(self.base.untyped_storage(), dtype, size, stride, self.offset)
+        return self._as_saved(tensor)
+
+    def _on_device(self, kept: torch.Tensor) -> torch.Tensor:
+        """The saved tensor in the bytes of a value that is gone."""
+        if self.neighbours is not None:
+            # A checkpoint recomputes with the parameter's new value, other hooks have a copy of the old one.
+            raise RuntimeError(
+                f"backward through a checkpoint or saved-tensor hooks needs {self.binding.name}, whose .data was "
+                "assigned since the forward; call backward() before assigning .data"
+            )
+        with torch.inference_mode(False):
+            storage = kept.to(self.binding.phantom.device).untyped_storage()
+            return strided_view(storage, self.dtype, self.size, self.stride, self.offset)
+
+    def _as_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.conj:
             tensor = torch._conj(tensor)
         if self.neg:

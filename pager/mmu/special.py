@@ -144,7 +144,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_handles(_Tensor.data.__set__)
 def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p.data = tensor``: the segment takes the values; another dtype or layout makes it a new one.
+    """``p.data = tensor``: the segment takes the values, and whoever looks at the old ones keeps them
+    (`pager.mmu.replacing`); another dtype or layout makes it a new one.
 
     That is how ``model.half()`` and ``.to(memory_format=...)`` work, tensor by tensor. Moving to another
     device is refused, and what such a move already did to small tensors and buffers is undone.
@@ -155,6 +156,9 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return
     binding.mmu.before_access([binding])
     segment = binding.segment
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        what = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError(f"{segment.name}: .data of a managed tensor is a dense tensor, not {what}")
     if value.shape != segment.size:
         raise ConfigError(
             f"{segment.name}: a managed tensor of {tuple(segment.size)} cannot take data of {tuple(value.shape)}; "
@@ -174,8 +178,7 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if value.dtype != segment.dtype or (value.stride() != segment.stride and not isinstance(value, Paged)):
         binding.mmu.renew(binding, value)
         return
-    with torch.no_grad():
-        tensor.copy_(value)
+    binding.mmu.replace(binding, value.detach())
 
 
 @_handles(getattr(torch, "_has_compatible_shallow_copy_type", None))
@@ -224,14 +227,19 @@ def _data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_handles(_method("set_"))
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``p.set_(tensor)`` of the same kind, as parametrizations do, gives it the values; else it is refused."""
+    """``p.set_(tensor)`` of the same kind, as parametrizations do, gives it the values as ``p.data = tensor`` does, but
+    counts as a write; else it is refused.
+    """
     target = args[0]
     source = args[1] if len(args) == 2 else kwargs.get("source")
     segment = target._pager.segment
     if not isinstance(source, torch.Tensor) or source.shape != segment.size or source.dtype != segment.dtype:
         return _refuse(func, args, kwargs)
     with torch.no_grad():
-        return target.copy_(source)
+        binding = target._pager
+        binding.mmu.replace(binding, source.detach())
+        binding.bump_version()
+    return target
 
 
 @_handles(_method("resize_"), _method("resize_as_"), _method("share_memory_"), _method("swap_"))

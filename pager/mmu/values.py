@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pager.mmu.binding import NoTorchFunction, strided_view
+from pager.mmu.modes import apart
 from pager.page_table import Home
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -74,6 +75,8 @@ class HomeAliases:
         self._arrays: dict[int, list[weakref.ref[Any]]] = {}
         # By segment, what was given out for homes that host memory is not: brought up to date after each step.
         self._copies: dict[int, list[_Copy]] = {}
+        # By segment, the version of the tensor whose values were shown last.
+        self._shown: dict[int, int] = {}
         # Reentrant: garbage collection under it may run code of the user's that comes here.
         self._lock = threading.RLock()
 
@@ -126,6 +129,45 @@ class HomeAliases:
                 copy.shows = binding.version()
         return tensor
 
+    def are_held(self, binding: Binding) -> bool:
+        """Whether somebody looks at the tensor's home. What is held of state dicts is brought up to date."""
+        segment, engine = binding.segment, self._mmu.engine
+        with self._lock:
+            copies = self._copies_of(segment.index)
+        if copies and has_value(self._mmu, binding):
+            self._show(binding)
+        if not self.is_held(segment):
+            return False
+        engine.flush([segment])
+        engine.transfers.home_bytes(segment, write=False)  # waits for the link: the user reads without asking
+        return True
+
+    def leave(self, segment: Segment) -> Callable[[], bool]:
+        """The tensor has another value: what was given out is the user's own now. What comes back answers whether he
+        still looks at the home that was shared.
+        """
+        with self._lock:
+            self._copies.pop(segment.index, None)
+            self._aliases.pop(segment.index, None)
+            self._shown.pop(segment.index, None)
+            arrays = self._arrays.pop(segment.index, [])
+        return lambda: any(ref() is not None for ref in arrays)
+
+    def follow(self, bindings: Iterable[Binding]) -> None:
+        """After an operation on these tensors: what users hold of a ``state_dict()`` shows what it has written."""
+        for binding in bindings:
+            index = binding.segment.index
+            if index not in self._aliases and index not in self._copies:
+                continue
+            if self._shown.get(index) != binding.version():
+                with apart(self._mmu.engine.device.torch_device.type):
+                    self.are_held(binding)
+                self.is_shown(binding)
+
+    def is_shown(self, binding: Binding) -> None:
+        """What is held shows the tensor's present value."""
+        self._shown[binding.segment.index] = binding.version()
+
     def refresh(self) -> None:
         """After a step: what users hold of a ``state_dict()`` shows the new values, as torch's own does."""
         with self._lock:
@@ -148,6 +190,9 @@ class HomeAliases:
             binding = bindings.get(index)
             if binding is not None and has_value(self._mmu, binding):
                 self._show(binding)
+        for index in shown:
+            if index in bindings:
+                self.is_shown(bindings[index])
 
     def _copies_of(self, index: int) -> list[tuple[_Copy, torch.Tensor]]:
         """What is alive of the copies of a segment. With the lock."""
@@ -320,6 +365,8 @@ def cpu_tensor(mmu: Mmu, binding: Binding, *, alias: bool) -> torch.Tensor:
         return binding.phantom.cpu().contiguous()
     mmu.aliases.settle([binding])
     data = cpu_bytes(mmu, binding)
+    if alias:
+        mmu.aliases.is_shown(binding)
     on_host = int(mmu.engine.table.home[segment.first_page]) == Home.HOST
     if alias and on_host:
         # A storage of its own, or torch.save would write the whole arena.
@@ -336,7 +383,7 @@ def storage_bytes(
     that layout.
     """
     with NoTorchFunction(), torch.no_grad():
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() != tuple(stride) or tensor.size() != size:
             laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
             laid_out.copy_(tensor)
@@ -372,6 +419,8 @@ def store(mmu: Mmu, binding: Binding, source: torch.Tensor) -> None:
     binding.bump_version()
     if int(engine.table.home[segment.first_page]) == Home.DEVICE:
         engine.wire(segment)
+    if mmu.aliases:
+        mmu.aliases.follow([binding])
 
 
 def holds_already(mmu: Mmu, binding: Binding, source: torch.Tensor) -> bool:

@@ -236,6 +236,7 @@ def _mark(
     segment = binding.segment
     for run in binding.mmu.engine.runs_of(segment):
         if run.covers(0, segment.num_pages):
+            binding.mmu.engine.share(run, tensor)
             base = tensor._base
             if isinstance(base, Managed) or (base is None and unseen):
                 view: Any = tensor

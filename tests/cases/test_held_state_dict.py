@@ -75,9 +75,9 @@ def make_managed() -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]
 
 
 def change_both(model: Any, held: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The parameter, then its tensor in the state dict; the parameter's own value."""
+    """The parameter, unseen, then its tensor in the state dict; the parameter's own value."""
     with torch.no_grad():
-        model[1].weight.add_(1)
+        model[1].weight.data.add_(1)
         own: torch.Tensor = model[1].weight.cpu().clone()
     held["1.weight"].fill_(7)
     return own
@@ -207,14 +207,62 @@ def test_a_write_to_a_copy_of_a_parameter_that_has_changed_is_refused_once() -> 
         if type(param) is PagedParameter
         and handle._runtime.table.home[param._pager.segment.first_page] == int(Home.DEVICE)
     )
-    param = model.get_parameter(on_device)
+    param: Any = model.get_parameter(on_device)
+    param.data.fill_(2.0)
     with torch.no_grad():
-        param.fill_(2.0)
+        param._pager.bump_version()  # as an update does that is over before its step
     held[on_device].zero_()
     with pytest.raises(RuntimeError, match=f"{on_device}: a tensor from state_dict.* keeps its own value"):
         model(X)
     assert (param == 2.0).all()
     handle.close()
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda w: w.mul_(2),
+    "by a view": lambda w: w[1].fill_(3),
+    "by a held view": lambda w: w.detach().t().add_(1),
+    "copied": lambda w: w.copy_(torch.linspace(0, 1, w.numel()).view(w.shape)),
+    "an operator": lambda w: w.__iadd__(w),
+    "foreach": lambda w: torch._foreach_mul_([w], 0.5),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("tier", ["host", "device", "disk"])
+def test_a_held_state_dict_shows_a_write_at_once_and_takes_one(tier: str, how: str, tmp_path: Path) -> None:
+    """To all three layers, wherever some of their homes are: in place, and in the state dict after that."""
+
+    def write_to(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        step(model, optimizer)
+        seen = []
+        held, states = model.state_dict(), optimizer.state_dict()["state"]
+        for index in (0, 1, 2):
+            with torch.no_grad():
+                WRITES[how](model[index].weight)
+                WRITES[how](optimizer.state[model[index].weight]["exp_avg"])
+            seen += [held[f"{index}.weight"].clone(), states[2 * index]["exp_avg"].clone()]
+            held[f"{index}.weight"][0].fill_(1)
+        step(model, optimizer)
+        return [*seen, *(value.clone() for value in held.values())]
+
+    knobs: dict[str, Any] = {"host": {"device_budget": "320KiB"}, "device": {"device_budget": "1MiB"}}.get(
+        tier, {}
+    )
+    if tier == "disk":
+        knobs = {"device_budget": "320KiB", "disk": tmp_path, "host_budget": "1KiB"}
+    plain, plain_optimizer = make("adamw")
+    model, optimizer = make("adamw")
+    checks = Checks(daemon="inline", poison=True, streams="late", happens_before=True, page_all=True)
+    pager.manage(model, optimizer, device="cpu", page_size="16KiB", checks=checks, **knobs)
+    handle: Any = model.pager
+    homes = handle._runtime.table.home[: handle._runtime.table.num_pages]
+    assert (homes == int(Home[tier.upper()])).any()
+    for theirs, ours in zip(write_to(plain, plain_optimizer), write_to(model, optimizer), strict=True):
+        assert torch.equal(theirs, ours)
+    handle.close()
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs, ours)
 
 
 def test_state_dicts_that_nobody_keeps_are_forgotten() -> None:

@@ -114,9 +114,11 @@ def test_a_parametrization_that_makes_new_parameters_of_a_managed_one_is_refused
 
 def test_set_gives_values_of_the_same_kind_only() -> None:
     def script(model: Any, report: Report) -> None:
+        old = model[0].weight.data
         with torch.no_grad():
             model[0].weight.set_(model[2].weight * 2)
-        report("weight", model[0].weight)
+        report("weights", [model[0].weight, old])
+        del old
         train(CASE, model, sgd(model), range(2), report)
 
     check_same(make_mlp, script)

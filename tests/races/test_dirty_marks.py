@@ -149,6 +149,17 @@ def load_between_forward_and_backward() -> None:
     handle_of(layer).close()
 
 
+def set_between_forward_and_backward() -> None:
+    """The same of ``set_``."""
+    layer = make_managed_layer(skip_only(None))
+    x = torch.ones(1, 96, requires_grad=True)
+    loss = layer(x).sum()
+    with torch.no_grad():
+        layer.weight.set_(torch.randn(96, 96))  # type: ignore[call-overload]
+    expect_refusal(loss)
+    handle_of(layer).close()
+
+
 def train_streaming() -> None:
     """Parameters that stream keep what their updates wrote."""
     train_through_staging(skip_only(None), None)  # type: ignore[arg-type]
@@ -221,6 +232,7 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "engine/leases.py:Leases.wrote:mark_dirty": train_streaming,
     "mmu/gradient.py:Gradients.add:bump_version": accumulate_a_gradient_at_home,
     "mmu/clipping.py:Clipping._count_write:bump_version": clip_under_a_graph,
+    "mmu/special.py:_set:bump_version": set_between_forward_and_backward,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,
     "mmu/view.py:count_writes:bump_version": unscale_a_gradient,
     "optim/units.py:PagedUnit._commit:mark_dirty#1": optimizer_writes_to_the_gradient,

@@ -100,6 +100,30 @@ def test_leases_of_one_run_count() -> None:
     rig.close()
 
 
+def test_leases_share_the_storage_that_the_user_holds() -> None:
+    rig, _ = make_filled([PAGE], arena_frames=1)
+    run, first = rig.lease(0)
+    rig.engine.share(run, first)
+    view = first[8:]
+    del first
+    second = rig.lease(0)[1]
+    assert second.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+    assert second.untyped_storage()._cdata == view.untyped_storage()._cdata
+    rig.engine.drain()
+    assert run.pins == 1
+    del view
+    rig.engine.drain()
+    assert run.pins == 1, "the lease has the storage alone now"
+    del second
+    rig.engine.drain()
+    assert run.pins == 0
+    third = rig.lease(0)[1]
+    rig.engine.drain()
+    assert (run.pins, third.numel()) == (1, PAGE)
+    del third
+    rig.close()
+
+
 def test_a_lease_in_a_cycle_is_collected_before_anybody_is_refused() -> None:
     rig, values = make_filled([PAGE] * 2, arena_frames=1)
 
@@ -248,6 +272,52 @@ def test_a_wired_segment_takes_new_values_where_it_is(tmp_path: Path) -> None:
     assert rig.state(0) == [DIRTY]
     np.testing.assert_array_equal(rig.read(0), ~values[0])
     assert rig.counters.page_in_bytes == rig.counters.page_out_bytes == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("home", [Home.HOST, Home.DEVICE])
+def test_another_value_stands_beside_the_one_that_is_leased(home: Home) -> None:
+    rig, values = make_filled([PAGE], arena_frames=2, homes=[home])
+    _, old = rig.lease(0)
+    rig.write_through(0, old, make_values(PAGE, 9))
+    states: list[list[int]] = []
+    rig.engine.replace(rig.segments[0], torch.from_numpy(~values[0]), lambda: states.append(rig.state(0)))
+    np.testing.assert_array_equal(old.numpy(), make_values(PAGE, 9))
+    np.testing.assert_array_equal(rig.read(0), ~values[0])
+    assert states == ([[EMPTY]] if home is Home.HOST else [])
+    del old
+    rig.engine.drain()
+    assert rig.arena.resident_bytes == PAGE
+    rig.close()
+
+
+def test_a_wired_value_that_is_leased_stays_where_there_is_no_room_for_another() -> None:
+    rig, values = make_filled([PAGE], arena_frames=1, homes=[Home.DEVICE])
+    run, old = rig.lease(0)
+    with pytest.raises(BudgetError, match="s0"):
+        rig.engine.replace(rig.segments[0], torch.from_numpy(~values[0]), lambda: None)
+    rig.engine.drain()
+    assert (rig.state(0), rig.engine.runs_of(rig.segments[0]), run.pins) == ([DIRTY], [run], 1)
+    np.testing.assert_array_equal(rig.read(0), values[0])
+    del old
+    rig.engine.replace(rig.segments[0], torch.from_numpy(~values[0]), lambda: None)
+    np.testing.assert_array_equal(rig.read(0), ~values[0])
+    rig.close()
+
+
+def test_frames_of_a_value_that_is_gone_are_no_victim() -> None:
+    """Reclaim ranked the run when it was nobody's; chosen for ever, it would never go."""
+    rig, _ = make_filled([PAGE] * 3, arena_frames=2)
+    for index in (0, 1, 2):
+        rig.read(index)
+    (run,) = rig.engine.runs_of(rig.segments[1])
+    assert run.rank is not None
+    leases = [rig.lease(index)[1] for index in (1, 2)]
+    rig.engine.discard(rig.segments[1])
+    with pytest.raises(BudgetError, match=r"8\.00 KiB are in use"):
+        rig.read(0)
+    leases.clear()
+    rig.engine.drain()
     rig.close()
 
 
