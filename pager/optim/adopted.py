@@ -336,7 +336,7 @@ class AdoptedOptimizer:
     # -- a step ------------------------------------------------------------------------------------
 
     def take_up(self, *, may_resume: bool) -> bool:
-        """``step()`` of a user's class was called. True if it goes on with an interrupted one, which else is finished."""
+        """A user's class is about to step. True if it goes on with an interrupted step; else that is finished."""
         update = self.update
         if update is None or update.books is None:
             return False

@@ -38,8 +38,10 @@ def check_holds(optimizer: Optimizer) -> None:
         for key, value in values.items():
             for where, what in search.under(value, path.format(key)):
                 raise ConfigError(f"{name} cannot be managed: {where} {_explained(what)}")
+    # Reading the gradient of a paged parameter is an access, and no ordinary tensor shares its memory.
+    plain = [param for param in params if not isinstance(param, Managed)]
     for param in params:
-        check_state(name, optimizer.state.get(param, {}), params)
+        check_state(name, optimizer.state.get(param, {}), plain)
 
 
 def _explained(what: str) -> str:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from pager.config import Config
 from pager.errors import ConfigError
 from pager.optim.bookkeeping import check_in_backward, depends_on_parameters
 from pager.optim.books import Books, copy_of, differences, is_same, kept, read
@@ -200,15 +201,14 @@ def check_optimizers(
     optimizers: Sequence[Optimizer],
     names: Mapping[int, str],
     device: torch.device,
-    *,
-    master: bool = False,
-    in_backward: bool = False,
+    config: Config,
 ) -> dict[int, ExpectedStates]:
     """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be
     paged, by id. Returns the states that each of them will have.
 
     Raises ConfigError for coupled optimizers and for two that hold the same parameter.
     """
+    in_backward = config.update_at == "backward"
     taken: set[int] = set()
     states: dict[int, ExpectedStates] = {}
     for optimizer in optimizers:
@@ -225,7 +225,7 @@ def check_optimizers(
                         "disjoint parameters. Delete the old one first."
                     )
                 own.add(id(param))
-                dtype = stepped_dtype(param.dtype, master=master)
+                dtype = stepped_dtype(param.dtype, master=config.master is not None)
                 key = probe_key(group, dtype)
                 if key not in probed:
                     probed[key] = admit(optimizer, group, param, dtype, device, in_backward=in_backward)
