@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from pager.errors import ConfigError
 from pager.optim.books import Books, differences, kept, put, read
-from pager.optim.held import check_state
+from pager.optim.held import check_states
 from pager.optim.shadow import shadow_with
 
 __all__ = ["Bookkeeping", "Opening"]
@@ -92,8 +92,7 @@ class Bookkeeping:
         found = differences(self.after, read(shadow), values=False)
         if found:
             raise ConfigError(depends_on_parameters(self._cls, found))
-        for param in params:
-            check_state(self._cls.__name__, shadow.state[param], params)
+        check_states(self._cls.__name__, (shadow.state[param] for param in params), params)
 
     def undo(self, optimizer: Optimizer) -> None:
         """Give the user's optimizer what the step began with: it is about to go on."""

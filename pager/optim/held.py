@@ -7,7 +7,8 @@ shows in torch whatever is written there later, and here the value it had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from pager.errors import ConfigError
 from pager.mmu.parameter import Managed, PagedParameter
 from pager.optim.books import read
 
-__all__ = ["check_holds", "check_state", "tensors_in"]
+__all__ = ["check_holds", "check_states", "tensors_in"]
 
 _LEAVES = (str, bytes, int, float, complex, type, FunctionType, ModuleType, torch.dtype, torch.device)
 
@@ -40,8 +41,7 @@ def check_holds(optimizer: Optimizer) -> None:
                 raise ConfigError(f"{name} cannot be managed: {where} {_explained(what)}")
     # Reading the gradient of a paged parameter is an access, and no ordinary tensor shares its memory.
     plain = [param for param in params if not isinstance(param, Managed)]
-    for param in params:
-        check_state(name, optimizer.state.get(param, {}), plain)
+    check_states(name, (optimizer.state.get(param, {}) for param in params), plain)
 
 
 def _explained(what: str) -> str:
@@ -122,21 +122,23 @@ def _storages(tensors: Sequence[torch.Tensor]) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in plain if t.numel()}
 
 
-def check_state(name: str, state: Mapping[str, Any], params: Sequence[torch.Tensor]) -> None:
-    """Refuse a state that holds a parameter, a gradient or a view of one. ``name``: the optimizer's class."""
+def check_states(name: str, states: Iterable[Mapping[str, Any]], params: Sequence[torch.Tensor]) -> None:
+    """Refuse states that hold one of these parameters, its gradient or a view. ``name``: the optimizer's class."""
     others = [*params, *(param.grad for param in params if param.grad is not None)]
-    ids, places = set(map(id, others)), [place for place in map(_place, others) if place is not None]
-    for key, value in state.items():
-        for tensor in tensors_in(value):
-            place = _place(tensor)
-            overlaps = place is not None and any(
-                place[0] < other[1] and other[0] < place[1] for other in places
-            )
-            if id(tensor) in ids or isinstance(tensor, PagedParameter) or overlaps:
-                raise ConfigError(
-                    f"{name} cannot be managed: it keeps a parameter or a gradient itself (or a view of it) in "
-                    f"self.state[p][{key!r}], and the class is run on copies. Keep a copy there: .clone()."
-                )
+    places = sorted(place for place in map(_place, others) if place is not None)
+    begins = [begin for begin, _ in places]
+    for state in states:
+        for key, value in state.items():
+            for tensor in tensors_in(value):
+                place = _place(tensor)
+                # Of those that begin before it ends, the last reaches furthest: parameters do not overlap.
+                before = 0 if place is None else bisect_left(begins, place[1])
+                overlaps = before > 0 and place is not None and places[before - 1][1] > place[0]
+                if overlaps or isinstance(tensor, PagedParameter):
+                    raise ConfigError(
+                        f"{name} cannot be managed: it keeps a parameter or a gradient itself (or a view of it) in "
+                        f"self.state[p][{key!r}], and the class is run on copies. Keep a copy there: .clone()."
+                    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

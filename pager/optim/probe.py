@@ -35,7 +35,7 @@ from pager.config import Config
 from pager.errors import ConfigError
 from pager.optim.bookkeeping import check_in_backward, depends_on_parameters
 from pager.optim.books import Books, copy_of, differences, is_same, kept, read
-from pager.optim.held import check_holds, check_state
+from pager.optim.held import check_holds, check_states
 from pager.optim.masters import stepped_dtype
 from pager.optim.shadow import GroupValues, may_wait, raw_step, shadow_with
 
@@ -303,8 +303,8 @@ class _Runner:
                     tensor.grad = grad
                 self._step(shadow)
                 self.wrote_gradients |= any(grad._version for grad in step_grads)
-                for tensor in tensors if not may_wait(self._cls) else ():
-                    check_state(self._cls.__name__, shadow.state[tensor], tensors)
+                if not may_wait(self._cls):
+                    check_states(self._cls.__name__, (shadow.state[tensor] for tensor in tensors), tensors)
                 books.append(kept(shadow))
         states = {(index, 0): shadow.state[tensor] for index, tensor in enumerate(tensors)}
         dtypes = {
