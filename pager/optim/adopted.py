@@ -4,7 +4,6 @@ redirected.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,8 @@ from pager.mmu.parameter import PagedParameter, PagedTensor, page_tensor
 from pager.optim import state_dict
 from pager.optim.deferred import Deferred
 from pager.optim.masters import LOW, Masters
-from pager.optim.probe import Cut, ProbeResult, admit, probe_key
-from pager.optim.shadow import GroupValues, move_state
+from pager.optim.probe import Cut, ProbeResult, admit, check_class, key_of
+from pager.optim.shadow import move_state
 from pager.optim.step_counts import StepCounts
 from pager.optim.torn import Torn
 from pager.optim.update import Update
@@ -34,9 +33,8 @@ if TYPE_CHECKING:
     from pager.engine.engine import Engine
     from pager.mmu.mmu import Mmu
     from pager.optim.backward import BackwardUpdates
+    from pager.optim.bookkeeping import Opening
     from pager.optim.on_cpu import CpuUpdates
-
-logger = logging.getLogger("pager.optim")
 
 # A unit of the update may fill this share of the arena, so that the next ones can arrive while it is
 # computed.
@@ -93,6 +91,7 @@ class AdoptedOptimizer:
         self._gradients_seen = -1
         self._hooks: list[Any] = []
         self.masters.check_loaded()
+        check_class(optimizer)
         for binding, result in self._check_groups():
             self._make_room(binding, result)
         self.page_existing_state()
@@ -181,20 +180,11 @@ class AdoptedOptimizer:
         dtype = self.stepped_dtype(binding)
         live = self.optimizer.state.get(binding.tensor, {}).items()
         others = [(k, str(v.dtype)) for k, v in live if type(v) is PagedTensor and v.dtype != dtype]
-        key = (*self._group_key(group, dtype), tuple(sorted(others)))
+        key = (*key_of(group, dtype), tuple(sorted(others)))
         found = self._probed.get(key)
         if found is None:
             found = self._probed[key] = self._probe(group, binding)
         return found
-
-    @staticmethod
-    def _group_key(group: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
-        if not isinstance(group, GroupValues):
-            return probe_key(group, dtype)
-        key = group.probe_keys.get(dtype)
-        if key is None:
-            key = group.probe_keys[dtype] = probe_key(group, dtype)
-        return key
 
     def cut_depends_on(self, group: Mapping[str, Any], binding: Binding) -> tuple[Any, ...]:
         """What the units of a parameter's update depend on; equal answers mean equal units."""
@@ -204,13 +194,20 @@ class AdoptedOptimizer:
             tuple(live),
             tuple(state.segment.index for state in self.paged_states(binding).values()),
             self.engine.staging.slot_bytes,
-            self._group_key(group, self.stepped_dtype(binding)),
+            key_of(group, self.stepped_dtype(binding)),
         )
 
     def _probe(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
         device = self.engine.device.torch_device
         try:
-            return admit(self.optimizer, group, binding.tensor, self.stepped_dtype(binding), device)
+            return admit(
+                self.optimizer,
+                group,
+                binding.tensor,
+                self.stepped_dtype(binding),
+                device,
+                in_backward=self._in_backward is not None,
+            )
         except ConfigError as error:
             if not self._is_adopted or error.__cause__ is None:
                 raise
@@ -338,10 +335,22 @@ class AdoptedOptimizer:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """The user called ``step()``: remember the values it begins with. An interrupted step is taken up
-        again.
-        """
+    def take_up(self, *, may_resume: bool) -> bool:
+        """A user's class is about to step. True if it goes on with an interrupted step; else that is finished."""
+        update = self.update
+        if update is None or update.books is None:
+            return False
+        if may_resume and self.mmu.gradients.generation == self._gradients_seen:
+            update.books.undo(self.optimizer)
+            return True
+        self.finish()
+        if self.update is update:
+            update.settle_books()
+            self.update = None
+        return False
+
+    def begin_step(self, opening: Opening | None) -> None:
+        """The class reads its groups: remember the values it begins with. An interrupted step is taken up again."""
         self.finish_deferred()
         if self._in_backward is not None:
             self._in_backward.begin_step(self)
@@ -352,7 +361,7 @@ class AdoptedOptimizer:
         if self.update is None:
             self.engine.raise_failure()
             self.take_over_writes(self.bindings())
-            self.update = Update(self)
+            self.update = Update(self, opening=opening)
             self._gradients_seen = self.mmu.gradients.generation
             with self.engine.lock:
                 self.engine.timeline.begin_update()
@@ -394,6 +403,8 @@ class AdoptedOptimizer:
             raise
         finally:
             self.mmu.unfinished = others
+        if not in_step and self.update is update and self.alive:
+            update.settle_books()
 
     def _run(self, update: Update, *, in_step: bool) -> None:
         while not update.is_over:
@@ -413,22 +424,9 @@ class AdoptedOptimizer:
         """Drop what is left of the step under way; with a part of it done the model is torn."""
         update, self.update = self.update, None
         self.mmu.unfinished = [finish for finish in self.mmu.unfinished if finish != self.finish]
-        if update is None or update.is_over:
-            return
-        update.todo.clear()
-        if update.later is not None:
-            update.later.give_back()
-        update.later = None
-        name = update.optimizer_class.__name__
-        what = f"{name}.step() was given up after {type(error).__name__}: {error}."
-        logger.warning("%s %s", what, "It was half done." if update.committed else "Nothing was done yet.")
-        if update.committed:
-            self.torn.mark(what)
-
-    def tear(self, error: Exception) -> None:
-        """The user's class raised in an update that had waited: the step is half done."""
-        name = type(self.optimizer).__name__
-        self.torn.mark(f"{name}.step() was given up after {type(error).__name__}: {error}.")
+        if update is not None and not update.is_over:
+            update.drop()
+            self.torn.gave_up(update.optimizer_class, error, half_done=update.committed)
 
     def end_step(self) -> None:
         """``step()`` is over: everything is updated."""

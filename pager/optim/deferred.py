@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from pager.optim.update import Update
 
 
-def may_wait(optimizer_class: type) -> bool:
-    """Whether updates by this class may run later than ``step()``: its step must not depend on values."""
-    return optimizer_class.__module__.startswith("torch.optim")
-
-
 def is_viewed(binding: Binding) -> bool:
     """Whether somebody may hold a view of the tensor's frames."""
     engine = binding.mmu.engine
@@ -132,7 +127,7 @@ class Deferred:
             except Exception as error:
                 if update.refused:
                     self.give_up()
-                    update.adopted.tear(error)
+                    update.adopted.torn.gave_up(update.optimizer_class, error, half_done=True)
                 raise
             with uninterrupted():
                 self._forget(binding)

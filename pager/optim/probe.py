@@ -2,7 +2,7 @@
 
 Not a matter of its name: the class is run on small tensors three ways, and the bits are compared.
 
-1. all tensors in one call, as torch would run it;
+1. all tensors in one call, one object over all steps, as torch would run it;
 2. one tensor a call, in another order: differs for optimizers that couple tensors (a global norm, shared random
    numbers);
 3. slices of the flattened tensors, one a call: differs for those that look at a whole tensor (Adafactor, Muon, LAMB).
@@ -10,7 +10,12 @@ Not a matter of its name: the class is run on small tensors three ways, and the 
 So an optimizer is SLICEABLE, WHOLE_TENSOR or COUPLED; coupled ones are refused. Tensors are taken whole also where a
 state holds containers, which slices would share, and on the CPU in half precision, where torch's vector loops treat the
 tail of each thread's share differently. The probe runs with the user's own group values, on the device and in the
-dtypes of the parameters, and takes a few milliseconds.
+dtypes of the parameters, with gradients of several sizes (a threshold shows only above it), and takes a few
+milliseconds.
+
+Compared too is what the class keeps beside states (`pager.optim.books`): 2 and 3 run as `pager.optim.update` does, from
+copies of the books, and the next step begins with what a run without tensors leaves. A class that leaves other books
+with tensors than without them is refused.
 """
 
 from __future__ import annotations
@@ -18,22 +23,28 @@ from __future__ import annotations
 import enum
 import inspect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from pager.config import Config
 from pager.errors import ConfigError
+from pager.optim.bookkeeping import check_in_backward, depends_on_parameters
+from pager.optim.books import Books, copy_of, differences, is_same, kept, read
+from pager.optim.held import check_holds, check_states
 from pager.optim.masters import stepped_dtype
-from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes
+from pager.optim.shadow import GroupValues, may_wait, raw_step, shadow_with
 
 # Sizes with tails, one large enough for several threads of an elementwise kernel (32768 elements each), all
 # >= 2-D for Muon.
 _SHAPES = ((48, 64), (7, 5), (210, 330))
 _SLICE_ELEMENTS = 16384
-_NUM_STEPS = 3
+# Factors of the gradients, by step.
+_SCALES = (1.0, 1.0, 1.0, 2.0**-12, 2.0**12)
 # Updates of parameters around 1 by less than this could be lost in rounding.
 _LEAST_LR = 1e-3
 _USABLE_LR = 1e-2
@@ -49,11 +60,14 @@ class Cut(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """``cut``, the dtypes by key of states shaped like their parameter, and whether gradients are written."""
+    """``cut``, the dtypes by key of states shaped like their parameter, whether gradients are written, and which
+    attributes a step changes (``self.n``).
+    """
 
     cut: Cut
     state_dtypes: dict[str, torch.dtype]
     writes_gradients: bool
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +92,6 @@ def probe(
     constructor or by earlier steps), or empty. Raises ConfigError if the class cannot even run on small
     tensors.
     """
-    attributes = snapshot_attributes(optimizer)
     step = raw_step(optimizer)
     if _needs_closure(step):
         couples = ", and it takes one direction for all parameters together" * isinstance(optimizer, LBFGS)
@@ -87,25 +100,37 @@ def probe(
             f"middle of the update{couples}. So it cannot run on one tensor at a time. Use an optimizer that treats "
             "each tensor by itself, or leave its parameters out of pager.manage()."
         )
-    runner = _Runner(
-        type(optimizer), attributes, _with_usable_lr(group), step, dtype, device, example_state, example_size
-    )
+    runner = _Runner(optimizer, _with_usable_lr(group), step, dtype, device, example_state, example_size)
     try:
-        whole, state_dtypes = runner.run([list(range(len(_SHAPES)))], sliced=False)
+        whole = runner.whole()
+        alone = runner.apart(list(reversed(range(len(_SHAPES)))), sliced=False)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
-            f"{type(optimizer).__name__} cannot be managed: it failed on small tensors of {dtype} "
-            f"({type(error).__name__}: {error}). Leave its parameters out of pager.manage(), or use another optimizer."
+            f"{type(optimizer).__name__} cannot be managed: it failed on small tensors of {dtype}, or on a group "
+            f"without any ({type(error).__name__}: {error}). Leave its parameters out of pager.manage(), or use "
+            "another optimizer."
         ) from error
-    alone, _ = runner.run([[index] for index in reversed(range(len(_SHAPES)))], sliced=False)
+    names = runner.other_books | {
+        name for pair in zip(whole.books, alone.books, strict=True) for name in differences(*pair)
+    }
+    if names:
+        raise ConfigError(depends_on_parameters(type(optimizer), sorted(names)))
     half_on_cpu = device.type == "cpu" and dtype.itemsize < 4
-    if not _equal(whole, alone):
+    if not _equal(whole.values, alone.values):
         cut = Cut.COUPLED
-    elif half_on_cpu or runner.nests or not _slices_agree(runner, whole):
+    elif half_on_cpu or runner.nests or not _slices_agree(runner, whole.values):
         cut = Cut.WHOLE_TENSOR
     else:
         cut = Cut.SLICEABLE
-    return ProbeResult(cut=cut, state_dtypes=state_dtypes, writes_gradients=runner.wrote_gradients)
+    changed = [name for books in whole.books for name in differences(runner.books, books)]
+    return ProbeResult(
+        cut=cut,
+        state_dtypes=whole.dtypes,
+        writes_gradients=runner.wrote_gradients,
+        changed=tuple(dict.fromkeys(name for name in changed if name.startswith("self"))),
+    )
 
 
 def _needs_closure(step: Any) -> bool:
@@ -130,16 +155,28 @@ def probe_key(group: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
     return dtype, tuple(sorted(options, key=lambda option: option[0]))
 
 
+def key_of(group: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    """`probe_key`, made once for a snapshot of a group."""
+    if not isinstance(group, GroupValues):
+        return probe_key(group, dtype)
+    key = group.probe_keys.get(dtype)
+    if key is None:
+        key = group.probe_keys[dtype] = probe_key(group, dtype)
+    return key
+
+
 def admit(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     param: torch.Tensor,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    in_backward: bool = False,
 ) -> ProbeResult:
     """How ``optimizer`` may be cut with the values of ``group``, for one parameter of the group.
 
-    Raises ConfigError for an optimizer that cannot be managed.
+    Raises ConfigError for an optimizer that cannot be managed, or not where it is stepped ``in_backward``.
     """
     plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     found = probe(optimizer, plain, dtype, device, optimizer.state.get(param, {}), param.shape)
@@ -149,24 +186,33 @@ def admit(
             "together (it couples tensors, or draws random numbers), so it cannot run in pieces. Use an optimizer "
             "that treats each tensor by itself."
         )
+    if in_backward:
+        check_in_backward(type(optimizer), found.changed)
     return found
+
+
+def check_class(optimizer: Optimizer) -> None:
+    """Refuse, by ConfigError, a class of the user's that holds what it must not (`pager.optim.held`)."""
+    if not may_wait(type(optimizer)):
+        check_holds(optimizer)
 
 
 def check_optimizers(
     optimizers: Sequence[Optimizer],
     names: Mapping[int, str],
     device: torch.device,
-    *,
-    master: bool = False,
+    config: Config,
 ) -> dict[int, ExpectedStates]:
     """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be
     paged, by id. Returns the states that each of them will have.
 
     Raises ConfigError for coupled optimizers and for two that hold the same parameter.
     """
+    in_backward = config.update_at == "backward"
     taken: set[int] = set()
     states: dict[int, ExpectedStates] = {}
     for optimizer in optimizers:
+        check_class(optimizer)
         probed: dict[tuple[Any, ...], ProbeResult] = {}
         own: set[int] = set()
         for group in optimizer.param_groups:
@@ -179,10 +225,10 @@ def check_optimizers(
                         "disjoint parameters. Delete the old one first."
                     )
                 own.add(id(param))
-                dtype = stepped_dtype(param.dtype, master=master)
+                dtype = stepped_dtype(param.dtype, master=config.master is not None)
                 key = probe_key(group, dtype)
                 if key not in probed:
-                    probed[key] = admit(optimizer, group, param, dtype, device)
+                    probed[key] = admit(optimizer, group, param, dtype, device, in_backward=in_backward)
                 dtypes = tuple(probed[key].state_dtypes.values())
                 if dtype != param.dtype:
                     dtypes += (torch.int16,)
@@ -206,46 +252,119 @@ def _with_usable_lr(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _slices_agree(runner: _Runner, whole: list[torch.Tensor]) -> bool:
     try:
-        sliced, _ = runner.run([[index] for index in range(len(_SHAPES))], sliced=True)
+        sliced = runner.apart(list(range(len(_SHAPES))), sliced=True)
     except Exception:  # an optimizer that insists on a shape says so by failing
         return False
-    return _equal(whole, sliced)
+    return _equal(whole, sliced.values)
 
 
-@dataclass(slots=True)
+class _Outcome(NamedTuple):
+    """Parameters and states at the end, the dtypes of states by key, and the books after each step."""
+
+    values: list[torch.Tensor]
+    dtypes: dict[str, torch.dtype]
+    books: list[Books]
+
+
 class _Runner:
-    cls: type[Optimizer]
-    attributes: Mapping[str, Any]
-    group: Mapping[str, Any]
-    step: Any
-    dtype: torch.dtype
-    device: torch.device
-    example_state: Mapping[str, Any]
-    example_size: torch.Size
-    wrote_gradients: bool = False
-    # Whether a state holds containers: slices of a parameter would share them.
-    nests: bool = False
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        step: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        example_state: Mapping[str, Any],
+        example_size: torch.Size,
+    ) -> None:
+        self._cls = type(optimizer)
+        self.books = kept(optimizer)
+        self.books.groups[:] = [dict(group)]
+        self._step = step
+        self._dtype = dtype
+        self._device = device
+        self._example_state = example_state
+        self._example_size = example_size
+        self.wrote_gradients = False
+        # Whether a state holds containers: slices of a parameter would share them.
+        self.nests = False
+        # Where one tensor, or a slice, left other books than none.
+        self.other_books: set[str] = set()
 
-    def run(
-        self, calls: Sequence[Sequence[int]], *, sliced: bool
-    ) -> tuple[list[torch.Tensor], dict[str, torch.dtype]]:
-        """Run three steps, each as ``calls`` of tensor indices; the parameters and states at the end."""
+    def whole(self) -> _Outcome:
+        """All tensors in one call a step. Raises ConfigError for a state that is a parameter or a gradient."""
+        with self._inputs() as (params, grads):
+            tensors = [param.requires_grad_(True) for param in params]
+            state = {tensor: self._first_state(tensor) for tensor in tensors}
+            shadow = shadow_with(self._cls, self.books, {0: tensors}, state)
+            books = []
+            for step_grads in grads:
+                for tensor, grad in zip(tensors, step_grads, strict=True):
+                    tensor.grad = grad
+                self._step(shadow)
+                self.wrote_gradients |= any(grad._version for grad in step_grads)
+                if not may_wait(self._cls):
+                    check_states(self._cls.__name__, (shadow.state[tensor] for tensor in tensors), tensors)
+                books.append(kept(shadow))
+        states = {(index, 0): shadow.state[tensor] for index, tensor in enumerate(tensors)}
+        dtypes = {
+            name: value.dtype
+            for index, tensor in enumerate(tensors)
+            for name, value in states[index, 0].items()
+            if isinstance(value, torch.Tensor) and value.shape == tensor.shape
+        }
+        return _Outcome(self._results(tensors, states), dtypes, books)
+
+    def apart(self, order: Sequence[int], *, sliced: bool) -> _Outcome:
+        """One tensor or slice a call, on copies, as the update does it."""
+        with self._inputs() as (params, grads):
+            states: dict[tuple[int, int], dict[str, Any]] = {}
+            books = [self.books]
+            for step_grads in grads:
+                nothing = shadow_with(self._cls, books[-1], {}, {})
+                self._step(nothing)
+                after = read(nothing)
+                for index, begin, param, grad in self._cut(order, params, step_grads, sliced=sliced):
+                    self._call((index, begin), param, grad, states, books[-1], after)
+                books.append(kept(nothing))
+        return _Outcome(self._results(params, states), {}, books[1:])
+
+    def _call(
+        self,
+        key: tuple[int, int],
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        states: dict[tuple[int, int], dict[str, Any]],
+        before: Books,
+        after: Books,
+    ) -> None:
+        copy = param.clone().requires_grad_(True)
+        copy.grad = grad.clone()
+        state = states[key] if key in states else self._first_state(param)
+        # One RNG stream for all ways: an optimizer that draws numbers then differs by order, and counts as coupled.
+        shadow = shadow_with(self._cls, before, {0: [copy]}, {copy: copy_of(state, {})})
+        self._step(shadow)
+        states[key] = shadow.state[copy]
+        param.copy_(copy.detach())
+        self.other_books.update(differences(after, read(shadow)))
+
+    @contextmanager
+    def _inputs(self) -> Iterator[tuple[list[torch.Tensor], list[list[torch.Tensor]]]]:
+        """The same parameters, gradients by step, and random numbers each time."""
         with (
-            torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
+            torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []),
             torch.no_grad(),
         ):
             torch.manual_seed(20240229)
             generator = torch.Generator(device="cpu").manual_seed(7)
             params = [self._random(shape, generator) for shape in _SHAPES]
-            grads = [[self._random(shape, generator) for shape in _SHAPES] for _ in range(_NUM_STEPS)]
-            states: dict[tuple[int, int], dict[str, Any]] = {}
-            for step_grads in grads:
-                for call in calls:
-                    self._call(call, params, step_grads, states, sliced=sliced)
-                self.wrote_gradients |= any(grad._version for grad in step_grads)
-        results = [param.flatten() for param in params]
-        dtypes: dict[str, torch.dtype] = {}
-        for index, shape in enumerate(_SHAPES):
+            yield params, [[self._random(shape, generator, scale) for shape in _SHAPES] for scale in _SCALES]
+
+    def _results(
+        self, params: Sequence[torch.Tensor], states: Mapping[tuple[int, int], dict[str, Any]]
+    ) -> list[torch.Tensor]:
+        results = [param.detach().flatten() for param in params]
+        for index in range(len(_SHAPES)):
             pieces = sorted(key for key in states if key[0] == index)
             for name, value in states[pieces[0]].items():
                 self.nests |= isinstance(value, (dict, list, set, deque))
@@ -255,57 +374,38 @@ class _Runner:
                         if value.numel() > 1
                         else value
                     )
-                    if not sliced and value.shape == torch.Size(shape):
-                        dtypes[name] = value.dtype
-        return results, dtypes
-
-    def _call(
-        self,
-        call: Sequence[int],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: dict[tuple[int, int], dict[str, Any]],
-        *,
-        sliced: bool,
-    ) -> None:
-        for pieces in self._cut(call, params, grads, sliced=sliced):
-            tensors = []
-            state = {}
-            for index, begin, param, grad in pieces:
-                tensor = param.detach().requires_grad_(True)
-                tensor.grad = grad
-                state[tensor] = states.setdefault((index, begin), self._first_state(param))
-                tensors.append(tensor)
-            # One RNG stream for all ways: an optimizer that draws numbers then differs by order, and counts
-            # as coupled.
-            shadow = make_shadow(self.cls, self.attributes, [(dict(self.group), tensors)], state)
-            self.step(shadow)
-            for (index, begin, _, _), tensor in zip(pieces, tensors, strict=True):
-                states[index, begin] = shadow.state[tensor]
+        return results
 
     def _cut(
-        self, call: Sequence[int], params: list[torch.Tensor], grads: list[torch.Tensor], *, sliced: bool
-    ) -> list[list[tuple[int, int, torch.Tensor, torch.Tensor]]]:
-        if not sliced:
-            return [[(index, 0, params[index], grads[index]) for index in call]]
-        cuts = []
-        for index in call:
+        self,
+        order: Sequence[int],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        *,
+        sliced: bool,
+    ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        for index in order:
+            if not sliced:
+                yield index, 0, params[index], grads[index]
+                continue
             flat, grad = params[index].view(-1), grads[index].view(-1)
             for begin in range(0, flat.numel(), _SLICE_ELEMENTS):
                 end = begin + _SLICE_ELEMENTS
-                cuts.append([(index, begin, flat[begin:end], grad[begin:end])])
-        return cuts
+                yield index, begin, flat[begin:end], grad[begin:end]
 
-    def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device=self.device, dtype=self.dtype)
+    def _random(self, shape: tuple[int, ...], generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
+        value = (
+            torch.randn(shape, generator=generator) * scale
+        )  # not in place: writes are looked for by version
+        return value.to(device=self._device, dtype=self._dtype)
 
     def _first_state(self, param: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for name, value in self.example_state.items():
+        for name, value in self._example_state.items():
             if not isinstance(value, torch.Tensor):
                 state[name] = value
-            elif value.shape == self.example_size and value.numel() > 1:
-                state[name] = torch.full(param.shape, 0.5, dtype=value.dtype, device=self.device)
+            elif value.shape == self._example_size and value.numel() > 1:
+                state[name] = torch.full(param.shape, 0.5, dtype=value.dtype, device=self._device)
             else:
                 state[name] = value.clone()
         return state
@@ -313,6 +413,5 @@ class _Runner:
 
 def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(
-        a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-        for a, b in zip(left, right, strict=True)
+        a.shape == b.shape and is_same(a.detach(), b.detach()) for a, b in zip(left, right, strict=True)
     )

@@ -14,16 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-# Instance attributes that hold hooks; a shadow's must be empty, so that each fires once per user step.
-_HOOK_ATTRIBUTES = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-_SHADOW = "_is_pager_shadow"
+from pager.optim.books import HOOKS, SHADOW, Books
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -34,9 +25,14 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
     return step
 
 
+def may_wait(optimizer_class: type) -> bool:
+    """Whether updates by this class may run later than ``step()``: its step must not depend on values."""
+    return optimizer_class.__module__.startswith("torch.optim")
+
+
 def is_shadow(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` is one of ours (a subclass's step may call its parent's wrapped step on it)."""
-    return bool(optimizer.__dict__.get(_SHADOW, False))
+    return bool(optimizer.__dict__.get(SHADOW, False))
 
 
 def snapshot_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -49,9 +45,9 @@ def snapshot_attributes(optimizer: Optimizer) -> dict[str, Any]:
     ):  # a scheduler's patched bound method; what a shadow has its own of
         attributes.pop(name, None)
     attributes = _own_containers(attributes)
-    for name in _HOOK_ATTRIBUTES:
+    for name in HOOKS:
         attributes[name] = OrderedDict()
-    attributes[_SHADOW] = True
+    attributes[SHADOW] = True
     return attributes
 
 
@@ -104,6 +100,25 @@ def make_shadow(
     full: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     full.update(state)
     shadow.state = full
+    return shadow
+
+
+def shadow_with(
+    cls: type[Optimizer],
+    books: Books,
+    params: Mapping[int, Sequence[torch.Tensor]],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+) -> Optimizer:
+    """A shadow that begins with copies of ``books``: all groups, with the parameters (by the group's index) of some."""
+    shadow: Optimizer = object.__new__(cls)
+    own = books.copied(shadow)
+    shadow.__dict__.update(own.attributes)
+    shadow.__dict__.update({name: OrderedDict() for name in HOOKS})
+    shadow.__dict__[SHADOW] = True
+    shadow.param_groups = [
+        {**values, "params": list(params.get(index, ()))} for index, values in enumerate(own.groups)
+    ]
+    shadow.state = defaultdict(dict, {**own.entries, **state})
     return shadow
 
 

@@ -8,7 +8,11 @@ from them is refused until values are loaded.
 
 from __future__ import annotations
 
+import logging
+
 from pager.errors import TornStateError
+
+logger = logging.getLogger("pager.optim")
 
 
 class Torn:
@@ -25,6 +29,13 @@ class Torn:
     def mark(self, what: str) -> None:
         """From now on :meth:`check` raises, telling ``what`` happened."""
         self._what = self._what or what
+
+    def gave_up(self, cls: type, error: Exception, *, half_done: bool) -> None:
+        """A step of an optimizer of ``cls`` was given up."""
+        what = f"{cls.__name__}.step() was given up after {type(error).__name__}: {error}."
+        logger.warning("%s %s", what, "It was half done." if half_done else "Nothing was done yet.")
+        if half_done:
+            self.mark(what)
 
     def clear(self) -> None:
         """Values were loaded."""

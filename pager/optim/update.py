@@ -36,9 +36,10 @@ import torch
 from pager.errors import PagerError
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding
-from pager.optim.deferred import Deferred, is_viewed, may_wait
+from pager.optim.bookkeeping import Bookkeeping, Opening
+from pager.optim.deferred import Deferred, is_viewed
 from pager.optim.schedule import cut
-from pager.optim.shadow import make_shadow, raw_step, snapshot_attributes, snapshot_group
+from pager.optim.shadow import make_shadow, may_wait, raw_step, snapshot_attributes, snapshot_group
 from pager.optim.streamed import StreamedUnit, can_stream
 from pager.optim.units import PagedUnit, Progress, SmallUnit
 
@@ -55,8 +56,12 @@ if TYPE_CHECKING:
 class Update:
     """One step of one optimizer: the values it began with, and the units still to do."""
 
-    def __init__(self, adopted: AdoptedOptimizer, *, collect: bool = True) -> None:
-        """``collect``: of all parameters that have a gradient; else whoever made this asks for units one by one."""
+    def __init__(
+        self, adopted: AdoptedOptimizer, *, collect: bool = True, opening: Opening | None = None
+    ) -> None:
+        """``collect``: of all parameters that have a gradient; else whoever made this asks for units one by one.
+        ``opening``: what ``step()`` began with, where the class is the user's and a step is under way.
+        """
         optimizer = adopted.optimizer
         self.adopted = adopted
         # Not to be lost in mid-step, though its user may drop it.
@@ -70,6 +75,8 @@ class Update:
         self.step = raw_step(optimizer)
         self.attributes = snapshot_attributes(optimizer)
         self.groups = [snapshot_group(group) for group in optimizer.param_groups]
+        # torch's own classes leave all but states as it is.
+        self.books = None if may_wait(self.optimizer_class) else Bookkeeping(optimizer, self.step, opening)
         # GradScaler hands its scale to a fused step, which then divides the gradients in place, and some classes
         # write to them too: then the copies that were stepped go back into the gradients.
         self.writes_gradients = self.attributes.get("grad_scale") is not None
@@ -237,6 +244,18 @@ class Update:
         """All of the step is done: the user may drop the optimizer."""
         self._keeps_alive = None
 
+    def drop(self) -> None:
+        """Forget what is left to do."""
+        self.todo.clear()
+        if self.later is not None:
+            self.later.give_back()
+        self.later = None
+
+    def settle_books(self) -> None:
+        """The user's optimizer has what this step leaves beside states: nobody ran its class to the end."""
+        if self.books is not None:
+            self.books.settle(self.adopted.optimizer)
+
     def _order_states(self) -> None:
         """Parameters that got a state in this step stand in the order of their groups, as torch makes them."""
         states = self.adopted.optimizer.state
@@ -253,13 +272,14 @@ class Update:
         self, group_index: int, params: Sequence[torch.Tensor], states: dict[torch.Tensor, dict[str, Any]]
     ) -> Optimizer:
         """An optimizer as the step began with it, over these tensors."""
+        if self.books is not None:
+            return self.books.shadow(group_index, params, states)
         group = self.groups[group_index]
-        if self._own_shadow is None or not may_wait(self.optimizer_class):
-            shadow = make_shadow(
+        if self._own_shadow is None:
+            self._own_shadow = make_shadow(
                 self.optimizer_class, self.attributes, [(snapshot_group(group), params)], states
             )
-            self._own_shadow = shadow
-            return shadow
+            return self._own_shadow
         # torch's own classes leave their attributes and group values as they are: one object serves all units.
         shadow = self._own_shadow
         shadow.param_groups = [{**group, "params": list(params)}]
@@ -270,14 +290,24 @@ class Update:
         self, group_index: int, params: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Step the user's class on these tensors (their ``.grad`` set); the state dicts it leaves."""
-        shadow = self._shadow(group_index, params, dict(zip(params, states, strict=True)))
+        shadow: Optimizer | None = None
+        is_unfit = False
         try:
-            self.step(shadow)
+            shadow = self._shadow(group_index, params, dict(zip(params, states, strict=True)))
+            if self.books is None:
+                self.step(shadow)
+            else:
+                self.books.run(shadow)
+                is_unfit = True  # if the check raises: no other time would be better
+                self.books.check(shadow, params)
             return [shadow.state[param] for param in params]
         except Exception as error:
             # Short of memory, it can be done later.
-            self.refused = not isinstance(error, (PagerError, torch.OutOfMemoryError, MemoryError))
+            self.refused = is_unfit or not isinstance(
+                error, (PagerError, torch.OutOfMemoryError, MemoryError)
+            )
             self.num_refusals += self.refused
             raise
         finally:
-            shadow.param_groups, shadow.state = [], defaultdict(dict)  # it must not keep tensors alive
+            if shadow is not None:
+                shadow.param_groups, shadow.state = [], defaultdict(dict)  # it must not keep tensors alive
