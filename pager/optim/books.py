@@ -196,9 +196,10 @@ class _Comparison:
             return False
         if left.device.type != "cpu" and not self._values:
             return left._version == right._version
-        return torch.equal(left.isnan(), right.isnan()) and torch.equal(
-            torch.nan_to_num(left), torch.nan_to_num(right)
-        )
+        if torch.equal(left, right):
+            return True
+        # Not a number is no difference where both are.
+        return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
 def _parts(value: Any) -> list[Any]:
