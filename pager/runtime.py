@@ -206,7 +206,7 @@ class Runtime:
                     for _, param in (*parameters.paged, *parameters.small)
                     if param.dtype == torch.bfloat16
                 }
-            self._states |= check_optimizers(optimizers, names, self.device.torch_device, self.config)
+            self._states |= check_optimizers(optimizers, names, self.device.torch_device, master=master)
         except ConfigError as error:
             return error
         return None

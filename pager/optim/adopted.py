@@ -200,14 +200,7 @@ class AdoptedOptimizer:
     def _probe(self, group: Mapping[str, Any], binding: Binding) -> ProbeResult:
         device = self.engine.device.torch_device
         try:
-            return admit(
-                self.optimizer,
-                group,
-                binding.tensor,
-                self.stepped_dtype(binding),
-                device,
-                in_backward=self._in_backward is not None,
-            )
+            return admit(self.optimizer, group, binding.tensor, self.stepped_dtype(binding), device)
         except ConfigError as error:
             if not self._is_adopted or error.__cause__ is None:
                 raise

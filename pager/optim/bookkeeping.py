@@ -51,10 +51,11 @@ class Bookkeeping:
     """The books of one step of a user's class."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], opening: Opening | None) -> None:
-        """``opening``: None for updates inside backward, which have no call of ``step()``."""
+        """``opening``: None for updates inside backward, which come before ``step()`` and begin with the books as they
+        are then.
+        """
         self._cls = type(optimizer)
         self._step = step
-        self._in_backward = opening is None
         self.opening = opening or Opening(optimizer)
         # Group values may have been changed by a closure since.
         self._before = self.opening.books.with_groups(optimizer)
@@ -66,12 +67,7 @@ class Bookkeeping:
         if self._after is None:
             shadow = shadow_with(self._cls, self._before, {}, {})
             self.run(shadow)
-            after = read(shadow)
-            if self._in_backward:
-                check_in_backward(
-                    self._cls, [name for name in differences(self._before, after) if name.startswith("self")]
-                )
-            self._after = after
+            self._after = read(shadow)
         return self._after
 
     def shadow(
@@ -112,13 +108,3 @@ def depends_on_parameters(cls: type[Optimizer], names: Sequence[str]) -> str:
         "the gradients before step() and put it into the parameter groups, or leave the optimizer's parameters out of "
         "pager.manage()."
     )
-
-
-def check_in_backward(cls: type[Optimizer], names: Sequence[str]) -> None:
-    """Refuse a class that writes to attributes (``names``) where parameters are stepped inside backward."""
-    if names:
-        raise ConfigError(
-            f"{cls.__name__} cannot be managed with update_at='backward': its step() changes {', '.join(names)}, and "
-            "parameters are then updated before step() is called. Use update_at='step', or keep what changes in the "
-            "parameter groups or in self.state[p]."
-        )

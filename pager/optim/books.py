@@ -36,6 +36,8 @@ HOOKS = (
 SHADOW = "_is_pager_shadow"
 # Beside hooks: what every optimizer has its own of, and a bound method that a scheduler put over the class's.
 _OWN = frozenset({*HOOKS, SHADOW, "step", "state", "param_groups"})
+# torch's own note of whether a fused step has looked at the parameters: no value hangs on it.
+_NOTES = frozenset({"_need_device_dtype_check_for_fused"})
 _ATOMS = frozenset(
     {NoneType, bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size}
     | {FunctionType, BuiltinFunctionType, ModuleType}
@@ -213,7 +215,8 @@ def _parts(value: Any) -> list[Any]:
 
 def differences(left: Books, right: Books, *, values: bool = True) -> list[str]:
     """Where two books differ, as a user would write it (``self.n``); ``values`` as for `is_same`."""
-    found = [f"self.{name}" for name in _differ(left.attributes, right.attributes, values)]
+    attributes = _differ(left.attributes, right.attributes, values)
+    found = [f"self.{name}" for name in attributes if name not in _NOTES]
     if len(left.groups) != len(right.groups):
         found.append("self.param_groups")
     for mine, other in zip(left.groups, right.groups, strict=False):

@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from pager.config import Config
 from pager.errors import ConfigError
-from pager.optim.bookkeeping import check_in_backward, depends_on_parameters
+from pager.optim.bookkeeping import depends_on_parameters
 from pager.optim.books import Books, copy_of, differences, is_same, kept, read
 from pager.optim.held import check_holds, check_states
 from pager.optim.masters import stepped_dtype
@@ -60,14 +59,11 @@ class Cut(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """``cut``, the dtypes by key of states shaped like their parameter, whether gradients are written, and which
-    attributes a step changes (``self.n``).
-    """
+    """``cut``, the dtypes by key of states shaped like their parameter, and whether gradients are written."""
 
     cut: Cut
     state_dtypes: dict[str, torch.dtype]
     writes_gradients: bool
-    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +120,7 @@ def probe(
         cut = Cut.WHOLE_TENSOR
     else:
         cut = Cut.SLICEABLE
-    changed = [name for books in whole.books for name in differences(runner.books, books)]
-    return ProbeResult(
-        cut=cut,
-        state_dtypes=whole.dtypes,
-        writes_gradients=runner.wrote_gradients,
-        changed=tuple(dict.fromkeys(name for name in changed if name.startswith("self"))),
-    )
+    return ProbeResult(cut=cut, state_dtypes=whole.dtypes, writes_gradients=runner.wrote_gradients)
 
 
 def _needs_closure(step: Any) -> bool:
@@ -171,12 +161,10 @@ def admit(
     param: torch.Tensor,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    in_backward: bool = False,
 ) -> ProbeResult:
     """How ``optimizer`` may be cut with the values of ``group``, for one parameter of the group.
 
-    Raises ConfigError for an optimizer that cannot be managed, or not where it is stepped ``in_backward``.
+    Raises ConfigError for an optimizer that cannot be managed.
     """
     plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     found = probe(optimizer, plain, dtype, device, optimizer.state.get(param, {}), param.shape)
@@ -186,8 +174,6 @@ def admit(
             "together (it couples tensors, or draws random numbers), so it cannot run in pieces. Use an optimizer "
             "that treats each tensor by itself."
         )
-    if in_backward:
-        check_in_backward(type(optimizer), found.changed)
     return found
 
 
@@ -201,14 +187,14 @@ def check_optimizers(
     optimizers: Sequence[Optimizer],
     names: Mapping[int, str],
     device: torch.device,
-    config: Config,
+    *,
+    master: bool = False,
 ) -> dict[int, ExpectedStates]:
     """Refuse optimizers that cannot be managed, before anything moves. ``names``: of the parameters to be
     paged, by id. Returns the states that each of them will have.
 
     Raises ConfigError for coupled optimizers and for two that hold the same parameter.
     """
-    in_backward = config.update_at == "backward"
     taken: set[int] = set()
     states: dict[int, ExpectedStates] = {}
     for optimizer in optimizers:
@@ -225,10 +211,10 @@ def check_optimizers(
                         "disjoint parameters. Delete the old one first."
                     )
                 own.add(id(param))
-                dtype = stepped_dtype(param.dtype, master=config.master is not None)
+                dtype = stepped_dtype(param.dtype, master=master)
                 key = probe_key(group, dtype)
                 if key not in probed:
-                    probed[key] = admit(optimizer, group, param, dtype, device, in_backward=in_backward)
+                    probed[key] = admit(optimizer, group, param, dtype, device)
                 dtypes = tuple(probed[key].state_dtypes.values())
                 if dtype != param.dtype:
                     dtypes += (torch.int16,)

@@ -294,37 +294,18 @@ def test_what_comes_before_the_closure_is_refused(what: str, match: str) -> None
 
 
 @pytest.mark.parametrize("optimizer_class", [keeping.WarmUp, keeping.LateCount])
-def test_in_backward_a_class_that_changes_attributes_is_refused(optimizer_class: Any) -> None:
-    check_refused(
-        models.make_mlp,
-        pager.ConfigError,
-        r"cannot be managed with update_at='backward'.*changes self\..*Use update_at='step'",
-        lambda model: optimizer_class(model.parameters()),
-        update_at="backward",
-    )
-
-
-def test_in_backward_attributes_that_change_later_are_refused() -> None:
-    case = models.make_mlp()
-
-    class Later(keeping.Keeping):
-        """Counts from a rate on."""
-
-        def __init__(self, params: Any) -> None:
-            super().__init__(params)
-            self.n = 0
-
-        def begin(self, loss: Any) -> None:
-            self.n += self.param_groups[0]["lr"] < 0.05
-
+def test_in_backward_attributes_count_as_in_torch(optimizer_class: Any) -> None:
+    """Parameters are stepped before step() is called, with the attributes that it will begin with."""
+    case, twin = models.make_mlp(), models.make_mlp()
     model = manage(case.model, update_at="backward")
-    optimizer = Later(model.parameters())
-    train(case, model, optimizer, range(2))
-    optimizer.param_groups[0]["lr"] = 0.01
-    optimizer.zero_grad()
-    with pytest.raises(pager.ConfigError, match=r"update_at='backward'.*changes self\.n"):
-        train_step(case, model, 2)
+    seen = []
+    for each in (twin.model, model):
+        optimizer = optimizer_class(each.parameters())
+        train(case, each, optimizer, range(4))
+        seen.append({name: value for name, value in vars(optimizer).items() if name in ("n", "history")})
+    assert seen[0] == seen[1] != {}
     model.pager.close()
+    check_equal(dict(twin.model.state_dict()), dict(model.state_dict()), "weights")
 
 
 def test_in_backward_values_of_groups_may_count() -> None:
