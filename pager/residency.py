@@ -36,9 +36,7 @@ class Residency:
     """Decides which parameters stay on the device, and lets go of them under pressure."""
 
     def __init__(self, mmu: Mmu, *, in_backward: bool = False) -> None:
-        """``in_backward``: updates run inside backward. Gradients need no room then, so what parameters leave goes to
-        optimizer states.
-        """
+        """``in_backward``: updates run inside backward, so that gradients need no room."""
         self._mmu = mmu
         self._in_backward = in_backward
         self._engine: Engine = mmu.engine
@@ -74,13 +72,19 @@ class Residency:
         if keep:
             self._mmu.fix([binding for binding in parameters if self._can_be_fixed(binding)])
             logger.info("all parameters stay on the device, %s", format_bytes(pages * page_size))
-        if self._in_backward:
-            self._keep_states(parameters, list(optimizers), room - pages * page_size if keep else 0)
+        # What parameters (and gradients, which wait for step()) leave goes to optimizer states.
+        waiting = (
+            0 if self._in_backward else sum(b.segment.num_pages for b in parameters if b.gradient is not None)
+        )
+        left = room - (pages + waiting) * page_size if keep else 0
+        self._keep_states(parameters, list(optimizers), left)
 
     def _keep_states(
         self, parameters: list[Binding], optimizers: list[AdoptedOptimizer], room_bytes: int
     ) -> None:
-        """States of those parameters first whose gradients come last: nothing is left to hide their copies behind."""
+        """States of those parameters first that the forward uses first. Their gradients come last: nothing is left to
+        hide their copies behind, neither inside backward nor as the next forward begins.
+        """
         page_size = self._engine.arena.page_size
         kept_bytes = 0
         for binding in sorted(parameters, key=lambda binding: self._mmu.update_order(binding.segment.index)):

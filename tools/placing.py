@@ -86,9 +86,12 @@ class Placing:
         self.wired |= self._take(np.where(self.wired, 0, weights), room_beside, wanted.weights)
         self.stays |= self.wired
         self.keeps_states = np.zeros(count, bool)
-        if all_stay and wanted.update_at == "backward":
+        if all_stay:
             states = np.where(self.trained, self.elements * step.size.state, 0)
-            self.keeps_states = self._take(states, room - int(weights.sum()), wanted.states) & self.trained
+            room -= int(weights.sum())
+            if wanted.update_at == "step":
+                room -= int(self.elements[self.trained].sum()) * step.size.gradient
+            self.keeps_states = self._take(states, max(room, 0), wanted.states) & self.trained
         self.lent_bytes = lent_gradient_bytes(captured.activation_bytes, arena)
         self.beside = self.trained & (wanted.update_at == "backward") & (not wanted.simulated)
         for parameter, num_elements in enumerate(self.elements.tolist()):

@@ -182,6 +182,28 @@ def test_more_slots_where_much_is_computed_between_two_gradients() -> None:
         check_equal(dict(few.state_dict()), dict(model.state_dict()), "whatever the ring")
 
 
+def test_what_parameters_and_gradients_leave_goes_to_states() -> None:
+    """Those of the first layers stay; only the others cross the link, once each way a step."""
+    plain, model = make_net(), manage(make_net(), device_budget="1200KiB", checks=CHECKS)
+    optimizers = [train(each, 2) for each in (plain, model)]
+    before = model.pager.statistics()
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        train(each, 3, optimizer)
+    runtime = model.pager._runtime
+    moved = model.pager.statistics().page_out_bytes - before.page_out_bytes
+    states = [
+        [state for known in runtime.optimizers for state in known.paged_states(layer.weight._pager).values()]
+        for layer in model.layers
+    ]
+    assert fixed(model) == [True] * NUM_LAYERS
+    assert [all(state.fixed is not None for state in of_layer) for of_layer in states] == [True] * 2 + [
+        False
+    ] * 4
+    assert moved == 3 * 4 * 2 * weight(model).nbytes
+    model.pager.close()
+    check_equal(values_of(plain), values_of(model), "states that stay")
+
+
 def test_an_arena_that_has_grown_gets_other_slots() -> None:
     model = manage(make_net(), device_budget=BUDGETS[1], checks=CHECKS)
     plain = make_net()
