@@ -39,7 +39,7 @@ def measured_rows(job: StepJob, system: str, result: dict[str, Any]) -> list[dic
             where = {key: run[key] for key in ("batch", "clip")}
             rows.append({**failed_row(job, system, "refused", run["refused"]), **where})
             continue
-        row = {**_head(job, system), "status": "ok", **_numbers(job, run)}
+        row = {**_head(job, system), "status": "ok", **_numbers(job, system, run)}
         row["state"] = result.get("state") or row["state"]
         row |= {key: result.get(key) for key in ("setup_seconds", "threads", "torch")}
         if result.get("facts"):
@@ -48,7 +48,7 @@ def measured_rows(job: StepJob, system: str, result: dict[str, Any]) -> list[dic
     return rows
 
 
-def _numbers(job: StepJob, run: dict[str, Any]) -> dict[str, Any]:
+def _numbers(job: StepJob, system: str, run: dict[str, Any]) -> dict[str, Any]:
     kept = run["seconds"][job.num_dropped :]
     seconds = statistics.median(kept)
     tokens = run["batch"] * job.seq
@@ -61,7 +61,7 @@ def _numbers(job: StepJob, run: dict[str, Any]) -> dict[str, Any]:
         "seconds": run["seconds"],
         "tokens_per_second": tokens / seconds,
         "model_tflops": 6 * job.num_parameters * tokens / seconds / 1e12,
-        "holds_cap": _holds_cap(job, run),
+        "holds_cap": _holds_cap(job, system, run),
         "allocator_peak_bytes": run["allocator_peak_bytes"],
         "process_peak_bytes": run["process_peak_bytes"],
         "host_bytes": run["host_bytes"],
@@ -73,9 +73,12 @@ def _numbers(job: StepJob, run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _holds_cap(job: StepJob, run: dict[str, Any]) -> bool | None:
-    """Whether torch's allocator stayed within the workload's cap, also for a system that knows none."""
-    peak = run["allocator_peak_bytes"]
+def _holds_cap(job: StepJob, system: str, run: dict[str, Any]) -> bool | None:
+    """Whether the process, where that is what the cap bounds, or else torch's allocator stayed within the workload's
+    cap, also for a system that knows none.
+    """
+    is_of_process = SYSTEMS[system].cap_on == "process" and run["process_peak_bytes"] is not None
+    peak = run["process_peak_bytes" if is_of_process else "allocator_peak_bytes"]
     return None if peak is None or job.cap_bytes is None else peak <= job.cap_bytes
 
 

@@ -19,6 +19,7 @@ from pager.tools import cli
 from pager.tools.bench import conductor
 from pager.tools.bench.command import add_arguments, make_job
 from pager.tools.bench.job import SYSTEMS, StepJob
+from pager.tools.bench.rows import measured_rows
 from pager.tools.errors import CommandFailed, InputError
 from pager.tools.model_sizes import ModelSizes, num_parameters
 
@@ -271,6 +272,36 @@ def test_one_that_fails_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pyte
     # Without ceilings there is no bound.
     assert finished.rows("pager")[0]["bound"] is None
     assert "pager at batch 1 with clipping at 1: refused: no" in finished.out
+
+
+@pytest.mark.parametrize(
+    ("system", "allocator", "process", "holds"),
+    [
+        ("pager", 11, 13, False),  # its cap is on the process
+        ("pager", 11, 12, True),
+        ("pager", 13, None, False),  # where NVML cannot tell
+        ("fsdp2", 12, 13, True),
+        ("fsdp2", 13, 14, False),
+        ("fsdp2", None, None, None),
+    ],
+)
+def test_the_cap_is_held_by_what_it_bounds(
+    system: str, allocator: int | None, process: int | None, holds: bool | None
+) -> None:
+    gib = 2**30
+    run = {
+        "batch": 1,
+        "clip": None,
+        "losses": [5.0],
+        "seconds": [9.0] * 9,
+        **dict.fromkeys(("h2d_bytes_per_step", "d2h_bytes_per_step", "stall_seconds_per_step")),
+        "allocator_peak_bytes": None if allocator is None else allocator * gib,
+        "process_peak_bytes": None if process is None else process * gib,
+        "host_bytes": 1,
+        "host_resident_bytes": 1,
+    }
+    (row,) = measured_rows(make_job_of("--workload", "3b"), system, {"runs": [run]})
+    assert row["holds_cap"] is holds
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
