@@ -117,7 +117,7 @@ class CopyingEma(Ema):
 
 
 @pytest.mark.parametrize("update_at", ["step", "backward"])
-@pytest.mark.parametrize("share", [0.6, 8.0])
+@pytest.mark.parametrize("share", [0.85, 8.0])
 @pytest.mark.parametrize("kind", [Ema, CopyingEma])
 def test_an_average_is_swapped_in_and_out(kind: type[Ema], share: float, update_at: str) -> None:
     def script(model: Any, report: Report) -> None:
