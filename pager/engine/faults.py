@@ -339,9 +339,8 @@ class Faults(Leases):
             largest = self.arena.largest_free_frames(lambda run: not run.is_kept and not run.pins) * page_size
             arena = self.arena
             owners = [owner for slab in range(arena.num_slabs) for owner in arena.slab_owners(slab)]
-            runs = [
-                owner for owner in owners if isinstance(owner, Run)
-            ]  # also old values that somebody holds
+            # Old values that somebody holds are among them.
+            runs = [owner for owner in owners if isinstance(owner, Run)]
             pinned = sum(run.num_pages for run in runs if run.pins or run.is_kept) * page_size
         names = ", ".join(segment.name for segment, *_ in wanted[:4]) + (", ..." if len(wanted) > 4 else "")
         return BudgetError(

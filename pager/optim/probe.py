@@ -380,9 +380,8 @@ class _Runner:
                 yield index, begin, flat[begin:end], grad[begin:end]
 
     def _random(self, shape: tuple[int, ...], generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
-        value = (
-            torch.randn(shape, generator=generator) * scale
-        )  # not in place: writes are looked for by version
+        # Not in place: writes are looked for by version.
+        value = torch.randn(shape, generator=generator) * scale
         return value.to(device=self._device, dtype=self._dtype)
 
     def _first_state(self, param: torch.Tensor) -> dict[str, Any]:
