@@ -188,8 +188,11 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not may_wait(type(optimizer)):
         for value in (*args[1:], *kwargs.values()):
             _check_argument(optimizer, value, closure)
-        # The last of the hooks before the step; it is not there while torch goes through them.
-        optimizer._optimizer_step_pre_hooks[_LAST] = _last_before  # type: ignore[index]
+        # The last of the hooks before the step, also if one that raised has left it among them; torch goes through
+        # them after this.
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.pop(_LAST, None)
+        hooks[_LAST] = _last_before
     if closure is not None:
         args = tuple(call.closure if value is closure else value for value in args)
         kwargs = {key: call.closure if value is closure else value for key, value in kwargs.items()}

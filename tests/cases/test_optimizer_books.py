@@ -293,6 +293,37 @@ def test_what_comes_before_the_closure_is_refused(what: str, match: str) -> None
     model.pager.close()
 
 
+def test_a_hook_that_is_registered_after_a_failed_step_comes_before_the_class() -> None:
+    case = models.make_mlp()
+
+    class Failing(keeping.WarmUp):
+        """Refuses to step while told so."""
+
+        fails = False
+
+        def begin(self, loss: Any) -> None:
+            if self.fails:
+                raise ValueError("not now")
+            super().begin(loss)
+
+    def count_from_five(optimizer: Any, args: Any, kwargs: Any) -> None:
+        optimizer.n = 5
+
+    def script(model: Any, report: Report) -> None:
+        optimizer = Failing(model.parameters())
+        train_step(case, model, 0)
+        optimizer.step()
+        Failing.fails = True
+        with pytest.raises(ValueError, match="not now"):
+            optimizer.step()
+        Failing.fails = False
+        optimizer.register_step_pre_hook(count_from_five)
+        optimizer.step()
+        report("count", optimizer.n)
+
+    check_same(lambda: models.make_mlp().model, script)
+
+
 @pytest.mark.parametrize("optimizer_class", [keeping.WarmUp, keeping.LateCount])
 def test_in_backward_attributes_count_as_in_torch(optimizer_class: Any) -> None:
     """Parameters are stepped before step() is called, with the attributes that it will begin with."""
