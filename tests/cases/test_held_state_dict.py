@@ -169,30 +169,36 @@ def write_everywhere(model: Any, optimizer: torch.optim.Optimizer) -> list[torch
     return seen
 
 
-@pytest.mark.parametrize("tier", ["host", "device", "disk"])
-def test_what_is_written_to_a_state_dict_counts_wherever_the_home_is(
-    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+Script = Callable[[Any, torch.optim.Optimizer], list[torch.Tensor]]
+
+
+def check_with_homes_on(tier: str, script: Script, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``script`` sees, and the weights after it, are those of plain torch while some homes are on ``tier``."""
     plain, plain_optimizer = make("adamw")
     model, optimizer = make("adamw")
     checks = Checks(daemon="inline", poison=True, streams="late", happens_before=True, page_all=True)
-    knobs: dict[str, Any] = {"device_budget": "320KiB"}
-    if tier == "device":
-        knobs["device_budget"] = "1MiB"
+    knobs: dict[str, Any] = {"device_budget": "1MiB" if tier == "device" else "320KiB"}
     if tier == "disk":
         # What the process itself takes would drown the budget of so small a model: only homes are counted.
         monkeypatch.setattr(bill, "host_room", lambda *arguments: (2**18, 2**18))
-        knobs |= {"disk": tmp_path, "disk_budget": "64MiB"}
+        knobs |= {"disk": folder, "disk_budget": "64MiB"}
     pager.manage(model, optimizer, device="cpu", page_size="16KiB", checks=checks, **knobs)
     handle: Any = model.pager
     homes = handle._runtime.table.home[: handle._runtime.table.num_pages]
     assert (homes == int(Home[tier.upper()])).any()
-    expected, found = write_everywhere(plain, plain_optimizer), write_everywhere(model, optimizer)
+    expected, found = script(plain, plain_optimizer), script(model, optimizer)
     for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
         assert torch.equal(theirs, ours), index
     handle.close()
     for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("tier", ["host", "device", "disk"])
+def test_what_is_written_to_a_state_dict_counts_wherever_the_home_is(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_with_homes_on(tier, write_everywhere, tmp_path, monkeypatch)
 
 
 def test_a_write_to_a_copy_of_a_parameter_that_has_changed_is_refused_once() -> None:
@@ -230,7 +236,9 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("tier", ["host", "device", "disk"])
-def test_a_held_state_dict_shows_a_write_at_once_and_takes_one(tier: str, how: str, tmp_path: Path) -> None:
+def test_a_held_state_dict_shows_a_write_at_once_and_takes_one(
+    tier: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To all three layers, wherever some of their homes are: in place, and in the state dict after that."""
 
     def write_to(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -246,23 +254,7 @@ def test_a_held_state_dict_shows_a_write_at_once_and_takes_one(tier: str, how: s
         step(model, optimizer)
         return [*seen, *(value.clone() for value in held.values())]
 
-    knobs: dict[str, Any] = {"host": {"device_budget": "320KiB"}, "device": {"device_budget": "1MiB"}}.get(
-        tier, {}
-    )
-    if tier == "disk":
-        knobs = {"device_budget": "320KiB", "disk": tmp_path, "host_budget": "1KiB"}
-    plain, plain_optimizer = make("adamw")
-    model, optimizer = make("adamw")
-    checks = Checks(daemon="inline", poison=True, streams="late", happens_before=True, page_all=True)
-    pager.manage(model, optimizer, device="cpu", page_size="16KiB", checks=checks, **knobs)
-    handle: Any = model.pager
-    homes = handle._runtime.table.home[: handle._runtime.table.num_pages]
-    assert (homes == int(Home[tier.upper()])).any()
-    for theirs, ours in zip(write_to(plain, plain_optimizer), write_to(model, optimizer), strict=True):
-        assert torch.equal(theirs, ours)
-    handle.close()
-    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(theirs, ours)
+    check_with_homes_on(tier, write_to, tmp_path, monkeypatch)
 
 
 def test_state_dicts_that_nobody_keeps_are_forgotten() -> None:
