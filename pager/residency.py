@@ -15,7 +15,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pager.page_table import Home, PageState
-from pager.policies.staying import lent_gradient_bytes, room_for_staying, share_arena
+from pager.policies.staying import lent_gradient_bytes, room_for_staying, share_arena, spread
 from pager.units import format_bytes
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ class Residency:
         )
         left = room - (pages + waiting) * page_size if keep else 0
         self._keep_states(parameters, list(optimizers), left)
+        if not self._in_backward:
+            free = capacity - engine.staging.num_bytes - (pages + largest) * page_size
+            self._send_gradients(parameters, free if keep else None)
 
     def _keep_states(
         self, parameters: list[Binding], optimizers: list[AdoptedOptimizer], room_bytes: int
@@ -97,6 +100,22 @@ class Residency:
                 if not keep and state.fixed is not None:
                     self._mmu.unfix(state)
         logger.info("%s of optimizer state stay on the device", format_bytes(kept_bytes))
+
+    def _send_gradients(self, parameters: list[Binding], room_bytes: int | None) -> None:
+        """Which gradients go home as soon as autograd has made them: what has no room until the update. Spread over the
+        backward, so that the link carries them while it computes. None: weights pass through the arena too, and who
+        leaves it is decided by next use.
+        """
+        slots = [
+            binding.gradient
+            for binding in sorted(parameters, key=lambda b: self._mmu.update_order(b.segment.index))
+            if binding.gradient is not None
+        ]
+        sizes = [slot.segment.num_pages * slot.segment.page_size for slot in slots]
+        stays = spread(sizes, max(room_bytes, 0)) if room_bytes is not None else [True] * len(slots)
+        for slot, stay in zip(slots, stays, strict=True):
+            slot.goes_home = not stay
+        self._mmu.gradients.most_sent_bytes = max(sizes, default=0)
 
     def lent_bytes(self) -> int:
         """Of gradients that may wait for their updates while the backward goes on."""

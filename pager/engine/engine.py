@@ -143,6 +143,22 @@ class Engine(Faults):
             self._note_writes(runs)
         self.reclaimer.write_back(runs)
 
+    def takes_at_home(self, segment: Segment) -> bool:
+        """Whether a value for the segment may go straight to its home in host memory: it has none, nowhere."""
+        self.drain()
+        with self.lock:
+            return (
+                int(self.table.home[segment.first_page]) == Home.HOST
+                and not self._runs[segment.index]
+                and not self.table.has_value(segment.first_page, segment.last_page)
+            )
+
+    def send_home(self, segment: Segment, source: torch.Tensor, *, at_most_bytes: int) -> None:
+        """Give the segment, of which `takes_at_home` holds, the value of ``source``: see `Transfers.send_home`."""
+        self.transfers.send_home(segment, source, at_most_bytes=at_most_bytes)
+        with self.lock:
+            self.table.store_home(segment.first_page, segment.last_page)
+
     def is_dirty(self, segment: Segment) -> bool:
         """Whether the device may be newer than the home, also by a write under a lease that is still alive."""
         self.drain()

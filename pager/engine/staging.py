@@ -243,6 +243,8 @@ class Staging:
 
     def give_back(self, holder: object) -> None:
         """The unit is not done: what its slot holds is worth nothing."""
+        if not self.holds(holder):
+            return
         with uninterrupted(), self._lock:
             slot = self._held.get(id(holder))
             if slot is not None:

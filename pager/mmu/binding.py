@@ -97,6 +97,7 @@ class Binding:
     __slots__ = (
         "derived_blindly",
         "fixed",
+        "goes_home",
         "gradient",
         "hook",
         "keep",
@@ -138,6 +139,8 @@ class Binding:
         # Of a gradient: its norm, if it was taken on arrival, and what clipping still owes it (`pager.mmu.clipping`).
         self.norm: Norm | None = None
         self.scale: Scale | None = None
+        # Of a gradient: the plan has no room for it on the device until its update, so that it need not wait there.
+        self.goes_home = False
         # Torch derived the graph of a view from this tensor while it pointed nowhere (`pager.mmu.view`).
         self.derived_blindly = False
         # Versions that the tensor's own counter does not tell of: counted by tensors that stood here before, so that a

@@ -91,13 +91,15 @@ class Clipping:
 
     # -- as gradients come -------------------------------------------------------------------------
 
-    def arrived(self, slot: Binding, run: Run, view: torch.Tensor) -> None:
-        """A gradient has a new value, which the caller has on the device: take its norm, if clipping is likely."""
+    def arrived(self, slot: Binding, run: Run | None, view: torch.Tensor) -> None:
+        """A gradient has a new value, which the caller has on the device, in frames of ``run`` or in none: take its
+        norm, if clipping is likely.
+        """
         norm_type = self._norm_type
         if norm_type is None:
             return
         slot.norm = None
-        if run.escaped:
+        if run is not None and run.escaped:
             return  # somebody has an alias, and may write through it without being counted
         device = self._mmu.engine.device
         with apart(device.torch_device.type):

@@ -16,6 +16,7 @@ import torch
 
 from pager.errors import ConfigError
 from pager.graph.access_trace import Phase
+from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding, NoTorchFunction
 from pager.mmu.clipping import scaled_copy
 from pager.mmu.parameter import PagedTensor, make_ordinary, page_tensor
@@ -52,6 +53,8 @@ class Gradients:
         self.num_zeroed = 0
         # Steps a parameter as soon as its gradient is final; None where gradients wait for ``step()``.
         self.in_backward: InBackward | None = None
+        # Of gradients on their way home, whose memory is torch's: beyond it the compute waits for the oldest.
+        self.most_sent_bytes = 0
 
     def prepare(self, binding: Binding) -> None:
         """Give a parameter that requires a gradient its segment and its hook; idempotent."""
@@ -66,8 +69,10 @@ class Gradients:
             binding.gradient = self._make(binding)
             binding.gradient.owner = binding
 
-    def absorb(self, binding: Binding) -> None:
-        """Move the gradient that autograd left on the parameter into the segment."""
+    def absorb(self, binding: Binding, *, is_final: bool = False) -> None:
+        """Move the gradient that autograd left on the parameter into the segment. ``is_final``: autograd has just made
+        it, and whoever looks at it next comes through the door.
+        """
         grad = binding.raw_grad()
         if grad is None:
             return
@@ -88,8 +93,29 @@ class Gradients:
             binding.set_raw_grad(None)
             if self.in_backward.take(binding, grad):
                 return
-        self.add(binding, grad)
+        if not (is_final and self._send_home(binding, grad)):
+            self.add(binding, grad)
         binding.set_raw_grad(None)
+
+    def _send_home(self, binding: Binding, grad: torch.Tensor) -> bool:
+        """Send a gradient that autograd has just made, and nobody else holds, home at once where the plan has no room
+        for it on the device. False if it has to be added to, laid out otherwise, or kept.
+        """
+        slot = binding.gradient
+        assert slot is not None
+        segment, engine = slot.segment, self._mmu.engine
+        if not slot.goes_home or grad.dtype != segment.dtype or grad.stride() != segment.stride:
+            return False
+        self._mmu.before_access([slot])
+        self.settle(slot)
+        if not engine.takes_at_home(segment):
+            return False
+        self._mmu.note([slot], Phase.GRADIENT, write=True)
+        self.generation += 1
+        with uninterrupted():
+            engine.send_home(segment, grad, at_most_bytes=self.most_sent_bytes)
+        self._mmu.clipping.arrived(slot, None, grad)
+        return True
 
     def add(self, binding: Binding, grad: torch.Tensor) -> None:
         """Add a gradient to the one in the segment, or begin it there."""
@@ -211,7 +237,7 @@ def let_go(slot: Binding, value_of: Callable[[Binding], torch.Tensor]) -> None:
 def _take(tensor: Any) -> None:
     # Not a bound method: torch's hook dictionary is invisible to the garbage collector and would keep the model alive.
     binding: Binding = tensor._pager
-    binding.mmu.gradients.absorb(binding)
+    binding.mmu.gradients.absorb(binding, is_final=True)
 
 
 def _same_layout(one: Segment, other: Segment) -> bool:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pager.optim.backward import BackwardUpdates
     from pager.optim.bookkeeping import Opening
     from pager.optim.on_cpu import CpuUpdates
+    from pager.optim.streamed import StreamedUnit
 
 # A unit of the update may fill this share of the arena, so that the next ones can arrive while it is
 # computed.
@@ -86,6 +87,8 @@ class AdoptedOptimizer:
         self.masters = Masters(self, enabled=master)
         mmu.keeps_masters |= master
         self._probed: dict[Any, ProbeResult] = {}
+        # How parameters were cut last; equal steps, which is nearly all of them, are cut alike.
+        self.cut_units: dict[Binding, list[StreamedUnit]] = {}
         self.update: Update | None = None
         self.deferred: Deferred | None = None
         self._gradients_seen = -1
@@ -179,8 +182,9 @@ class AdoptedOptimizer:
         """How this optimizer may be cut with these group values. Raises ConfigError for coupled ones."""
         dtype = self.stepped_dtype(binding)
         live = self.optimizer.state.get(binding.tensor, {}).items()
-        others = [(k, str(v.dtype)) for k, v in live if type(v) is PagedTensor and v.dtype != dtype]
-        key = (*key_of(group, dtype), tuple(sorted(others)))
+        states = [(key, value._pager.segment.dtype) for key, value in live if type(value) is PagedTensor]
+        others = sorted((key, str(kept)) for key, kept in states if kept != dtype)
+        key = (*key_of(group, dtype), tuple(others))
         found = self._probed.get(key)
         if found is None:
             found = self._probed[key] = self._probe(group, binding)
@@ -191,6 +195,7 @@ class AdoptedOptimizer:
         live = self.optimizer.state.get(binding.tensor, {})
         return (
             binding.segment.index,
+            None if binding.gradient is None else binding.gradient.segment.index,
             tuple(live),
             tuple(state.segment.index for state in self.paged_states(binding).values()),
             self.engine.staging.slot_bytes,

@@ -29,7 +29,7 @@ import torch
 
 from pager.interrupts import uninterrupted
 from pager.mmu.modes import apart
-from pager.optim.units import make_stand_ins
+from pager.optim.units import make_stand_ins, show_scalars
 
 if TYPE_CHECKING:
     from pager.mmu.binding import Binding
@@ -84,10 +84,10 @@ class Deferred:
             for progress, new in self._new_scalars():
                 progress.new_scalars = new
             with uninterrupted():
+                show_scalars(self._update, [units[0].progress for units in self._units.values()])
                 for binding, units in self._units.items():
                     for unit in units:
                         unit.note(self._update.adopted)
-                    units[0].progress.show_scalars(self._update)
                     # For autograd the parameter has changed now: it must refuse a graph from before the step.
                     binding.bump_version()
                     self._update.adopted.masters.written(binding)
@@ -118,6 +118,7 @@ class Deferred:
             if units is None:
                 return
             update = self._update
+            update.adopted.engine.transfers.forget_sent()
             try:
                 with isolated(update):
                     while units:

@@ -74,19 +74,11 @@ class Progress:
         """A state dict to be stepped: these tensors, and copies of what is not paged, in the user's order."""
         return {key: paged[key] if key in paged else _copy_of(self.scalars[key]) for key in self.keys}
 
-    def show_scalars(self, update: Update) -> None:
-        """Write what the step makes of the scalars into the user's state dict."""
-        assert self.new_scalars is not None
-        states = update.adopted.optimizer.state
-        if self.new_scalars or self.binding.tensor in states:
-            self.commit_state(update, self.new_scalars)
-
     def commit_state(self, update: Update, new: dict[str, Any]) -> None:
         """The parameter's entry in the user's state dict becomes ``new``."""
         live = update.adopted.optimizer.state[self.binding.tensor]
-        step = live.get("step")
-        version = step._version if isinstance(step, torch.Tensor) else 0
-        _commit_state(live, new)
+        step, version = _step_of(live)
+        copy_all(_commit_state(live, new))
         if not update.may_skip:
             update.adopted.step_counts.add_one(self.binding, step, version)
 
@@ -108,6 +100,29 @@ class Progress:
             # Units that are kept for the next step must not look like a user who holds the states.
             self.state = None
             update.adopted.masters.written(self.binding)
+
+
+def keep_copies(members: Sequence[Progress]) -> None:
+    """Copies of what these hold of the user's scalars, which may change before the units have run."""
+    for progress, scalars in zip(members, _all_cloned([known.scalars for known in members]), strict=True):
+        progress.scalars = scalars
+
+
+def show_scalars(update: Update, members: Sequence[Progress]) -> None:
+    """Write what the step makes of the scalars into the user's state dicts, in few launches."""
+    states = update.adopted.optimizer.state
+    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    steps = []
+    for progress in members:
+        new = progress.new_scalars
+        assert new is not None
+        if new or progress.binding.tensor in states:
+            live = states[progress.binding.tensor]
+            steps.append((progress.binding, *_step_of(live)))
+            written += _commit_state(live, new)
+    copy_all(written)
+    for binding, step, version in steps if not update.may_skip else ():
+        update.adopted.step_counts.add_one(binding, step, version)
 
 
 def make_stand_ins(
@@ -364,16 +379,25 @@ class PagedUnit:
             update.adopted.masters.written(progress.binding)
 
 
-def _commit_state(live: dict[str, Any], new: dict[str, Any]) -> None:
+def _step_of(live: dict[str, Any]) -> tuple[Any, int]:
+    """A state dict's step count, and its version."""
+    step = live.get("step")
+    return step, step._version if isinstance(step, torch.Tensor) else 0
+
+
+def _commit_state(live: dict[str, Any], new: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Let ``live`` hold what ``new`` does; returned is what is to be copied for it."""
+    written = []
     for key, value in new.items():
         old = live.get(key)
         if old is value:
             continue
         if type(old) is torch.Tensor and isinstance(value, torch.Tensor) and _alike(old, value):
             # Adam's step is updated in place; a scheduler or logger may hold the tensor.
-            old.copy_(value)
+            written.append((old, value))
         else:
             live[key] = value
+    return written
 
 
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:

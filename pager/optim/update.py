@@ -37,11 +37,11 @@ from pager.errors import PagerError
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import Binding
 from pager.optim.bookkeeping import Bookkeeping, Opening
-from pager.optim.deferred import Deferred, is_viewed
+from pager.optim.deferred import Deferred, is_viewed, isolated
 from pager.optim.schedule import cut
 from pager.optim.shadow import make_shadow, may_wait, raw_step, snapshot_attributes, snapshot_group
 from pager.optim.streamed import StreamedUnit, can_stream
-from pager.optim.units import PagedUnit, Progress, SmallUnit
+from pager.optim.units import PagedUnit, Progress, SmallUnit, keep_copies
 
 # Units that are looked at ahead of the one that is computed: no more than there can be slots.
 _UNITS_AHEAD = 16
@@ -138,13 +138,26 @@ class Update:
             adopted.mmu.clipping.apply(binding.gradient)
         units: list[SmallUnit | PagedUnit | StreamedUnit | CpuUnit] = [small] if small.members else []
         on_device: list[PagedUnit | StreamedUnit] = []
+        again: list[Progress] = []
         on_cpu = None if self.writes_gradients else adopted.on_cpu
+        is_ahead = True
         for _, group_index, binding in sorted(paged, key=lambda item: item[0]):
             if on_cpu is not None and binding in on_cpu.assigned:
                 units.append(on_cpu.unit(group_index, binding))  # first: they have the longest way to go
-            else:
-                on_device.extend(self.units_of(group_index, binding))
+                continue
+            cut_again = self._cut_again(group_index, binding)
+            again += [unit.progress for unit in cut_again[:1]]
+            new = cut_again or self.units_of(group_index, binding)
+            on_device.extend(new)
+            # The link is at rest, and has something to do while the host goes on with this.
+            is_ahead = is_ahead and self._fetch(new)
+        keep_copies(again)
         return [*units, *on_device]
+
+    def _fetch(self, units: Sequence[PagedUnit | StreamedUnit]) -> bool:
+        """Begin to bring what these need; whether there may be room for more."""
+        with isolated(self):
+            return all(isinstance(unit, StreamedUnit) and unit.fetch(self.adopted) for unit in units)
 
     def _has_gradient(self, binding: Binding) -> bool:
         """Whether there is one to step with. An update inside backward that the CPU is still at left none."""
@@ -162,13 +175,36 @@ class Update:
         pieces = cut(adopted, group, binding)
         progress = self._progress(group_index, binding, len(pieces))
         sliced = not any(piece.whole for piece in pieces)
-        states = {state.segment.index for state in adopted.paged_states(binding).values()}
+        through_slots = self._through_slots(binding)
         if sliced and not self.writes_gradients and can_stream(adopted, binding, probed.state_dtypes):
-            adopted.engine.streamed |= states
+            adopted.engine.streamed |= through_slots
             progress.keep_scalars(adopted)
-            return [StreamedUnit(progress, piece) for piece in pieces]
-        adopted.engine.streamed -= states
+            units = adopted.cut_units[binding] = [StreamedUnit(progress, piece) for piece in pieces]
+            return list(units)
+        adopted.engine.streamed -= through_slots
         return [PagedUnit(progress, piece) for piece in pieces]
+
+    def _through_slots(self, binding: Binding) -> set[int]:
+        """The segments of a streamed update that are nothing for pagerd."""
+        found = {state.segment.index for state in self.adopted.paged_states(binding).values()}
+        if binding.gradient is not None and binding.gradient.goes_home:
+            found.add(binding.gradient.segment.index)
+        return found
+
+    def _cut_again(self, group_index: int, binding: Binding) -> list[StreamedUnit]:
+        """The streamed units of the last step for this one, their scalars not copied yet (`keep_copies`); none where it
+        cuts the parameter otherwise.
+        """
+        adopted = self.adopted
+        units = adopted.cut_units.get(binding, [])
+        if self.writes_gradients or not self.take_again(group_index, binding, units):
+            return []
+        progress = self._progress(group_index, binding, len(units))
+        progress.keep_scalars(adopted, copied=False)
+        for unit in units:
+            unit.progress = progress
+        adopted.engine.streamed |= self._through_slots(binding)
+        return list(units)
 
     def _progress(self, group_index: int, binding: Binding, num_units: int) -> Progress:
         masters = self.adopted.masters
@@ -192,6 +228,7 @@ class Update:
         if units[0].progress.depends_on != adopted.cut_depends_on(group, binding):
             return False
         for unit in units:
+            adopted.engine.staging.give_back(unit)  # what was fetched for a step that came to nothing
             unit.begin_again()
         units[0].progress.look_again(adopted)
         return True
