@@ -32,7 +32,8 @@ BATCH_SHARE = 16
 class Placement:
     """bool per parameter: ``stays`` (its weight is on the device for good), ``wired`` (it is so and has no home below),
     ``keeps_states`` (its states are on the device, and have a home below), ``on_cpu`` (the CPU updates it), ``beside``
-    (its gradient may be lent to an update beside the backward), ``weight_on_disk`` and ``states_on_disk`` (where its
+    (its gradient may be lent to an update beside the backward), ``sends_gradient`` (it goes home as soon as it is made,
+    where it waits for the step), ``weight_on_disk`` and ``states_on_disk`` (where its
     home is).
     """
 
@@ -41,6 +42,7 @@ class Placement:
     keeps_states: BoolArray
     on_cpu: BoolArray
     beside: BoolArray
+    sends_gradient: BoolArray
     weight_on_disk: BoolArray
     states_on_disk: BoolArray
 

@@ -8,13 +8,13 @@ states go to, what the CPU is given. It knows no time. The result is a list of t
 
 Of the runtime it keeps: parameters that stay or stream; batches of eviction; staging slots, units cut to a slot;
 ``update_at="step"`` (updates wait for their parameter's next use, gradients wait on the device or, where room is
-short, at home) and ``"backward"`` (each parameter is stepped as its gradient comes, the states of the next ones on
-their way; beside the compute where gradients may be lent, which then waits for the oldest loan of too many); slots on
-streams of their own; the CPU's part (gradient home, update in the order of the next uses, a parameter that stays is
-sent back; threads by whether the link rests); the host's time for each access and unit, that it runs no farther ahead
-than the driver queues, waits for an update of the CPU whose parameter it uses, and that a loop reads its loss. It
-leaves out: that frames must stand side by side, pages at the ends of tensors, optimizers that cannot be cut into
-slices, accumulation. States on the disk stream through the slots too.
+short, at home, where they go at once if weights stay) and ``"backward"`` (each parameter is stepped as its gradient
+comes, the states of the next ones on their way; beside the compute where gradients may be lent, which then waits for
+the oldest loan of too many); slots on streams of their own; the CPU's part (gradient home, update in the order of the
+next uses, a parameter that stays is sent back; threads by whether the link rests); the host's time for each access and
+unit, that it runs no farther ahead than the driver queues, waits for an update of the CPU whose parameter it uses, and
+that a loop reads its loss. It leaves out: that frames must stand side by side, pages at the ends of tensors, optimizers
+that cannot be cut into slices, accumulation. States on the disk stream through the slots too.
 
 One decision hangs on the clock, in the runtime and so here: a gradient that finds all homes lent to updates that the
 CPU has not done is the device's. ``is_over`` is asked for it.
@@ -92,6 +92,9 @@ class Schedule(ArenaWalk):
         self.in_slots: list[Stay] = []
         # Gradients lent to updates beside the backward, oldest first: until which task, and bytes.
         self.loans: deque[tuple[int, int]] = deque()
+        # Gradients on their way home, oldest first: tasks and bytes. Of too many the compute waits for the oldest.
+        self.sent: deque[tuple[int, int]] = deque()
+        self.most_sent_bytes = max(self.elements, default=0) * model.size.gradient
         # Homes lent to gradients that the CPU updates with, in the same way.
         self.homes: list[tuple[int, int]] = []
         if knobs.cpu_threads is not None and self.placement.on_cpu.any():
@@ -207,6 +210,12 @@ class Schedule(ArenaWalk):
 
     def _keep_gradient(self, parameter: int) -> None:
         num_bytes = self.elements[parameter] * self.model.size.gradient
+        if self.placement.sends_gradient[parameter]:
+            self.gradient_home[parameter] = self._send_gradient(parameter, self.last_compute)
+            self.sent.append((self.gradient_home[parameter], num_bytes))
+            while len(self.sent) > 1 and sum(sent for _, sent in self.sent) > self.most_sent_bytes:
+                self.owed.append(self.sent.popleft()[0])
+            return
         if not self._make_room(num_bytes, demand=True):
             raise ValueError(
                 f"the gradient of {self.model.names[parameter]} needs {num_bytes} bytes of an arena that has "

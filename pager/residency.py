@@ -15,7 +15,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from pager.page_table import Home, PageState
-from pager.policies.staying import lent_gradient_bytes, room_for_staying, share_arena, spread
+from pager.policies.staying import (
+    lent_gradient_bytes,
+    room_for_gradients,
+    room_for_staying,
+    share_arena,
+    spread,
+)
 from pager.units import format_bytes
 
 if TYPE_CHECKING:
@@ -79,7 +85,9 @@ class Residency:
         left = room - (pages + waiting) * page_size if keep else 0
         self._keep_states(parameters, list(optimizers), left)
         if not self._in_backward:
-            free = capacity - engine.staging.num_bytes - (pages + largest) * page_size
+            free = room_for_gradients(
+                capacity, engine.staging.num_bytes, pages * page_size, largest * page_size
+            )
             self._send_gradients(parameters, free if keep else None)
 
     def _keep_states(
@@ -112,7 +120,7 @@ class Residency:
             if binding.gradient is not None
         ]
         sizes = [slot.segment.num_pages * slot.segment.page_size for slot in slots]
-        stays = spread(sizes, max(room_bytes, 0)) if room_bytes is not None else [True] * len(slots)
+        stays = spread(sizes, room_bytes) if room_bytes is not None else [True] * len(slots)
         for slot, stay in zip(slots, stays, strict=True):
             slot.goes_home = not stay
         self._mmu.gradients.most_sent_bytes = max(sizes, default=0)

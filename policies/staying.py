@@ -196,6 +196,13 @@ def room_for_staying(arena_bytes: int, ring_bytes: int, largest_bytes: int) -> i
     return arena_bytes - max(_FREE_TENSORS * largest_bytes, arena_bytes // _FREE_SHARE) - ring_bytes
 
 
+def room_for_gradients(arena_bytes: int, ring_bytes: int, weights_bytes: int, largest_bytes: int) -> int:
+    """Bytes of gradients that may wait on the device for updates in the next forward, beside weights all of which stay,
+    and slots. ``largest_bytes``: of a weight; so much is left free, since frames of one gradient must lie side by side.
+    """
+    return max(arena_bytes - ring_bytes - weights_bytes - largest_bytes, 0)
+
+
 def spread(num_bytes: npt.ArrayLike, room_bytes: float) -> BoolArray:
     """bool: which of the tensors, in order along the step, to take within ``room_bytes``, spread evenly.
 

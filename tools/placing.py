@@ -17,6 +17,7 @@ from pager.policies.staying import (
     belady,
     is_worth_lending,
     lent_gradient_bytes,
+    room_for_gradients,
     room_for_staying,
     share_wired,
     spread,
@@ -92,6 +93,11 @@ class Placing:
             if wanted.update_at == "step":
                 room -= int(self.elements[self.trained].sum()) * step.size.gradient
             self.keeps_states = self._take(states, max(room, 0), wanted.states) & self.trained
+        self.sends_gradient = np.zeros(count, bool)
+        if all_stay and wanted.update_at == "step":
+            room = room_for_gradients(arena, shares.ring_bytes, int(weights.sum()), largest)
+            gradients = np.where(self.trained, self.elements * step.size.gradient, 0)
+            self.sends_gradient = self.trained & ~self._take(gradients, room, "spread")
         self.lent_bytes = lent_gradient_bytes(captured.activation_bytes, arena)
         self.beside = self.trained & (wanted.update_at == "backward") & (not wanted.simulated)
         for parameter, num_elements in enumerate(self.elements.tolist()):
@@ -120,6 +126,7 @@ class Placing:
             keeps_states=self.keeps_states,
             on_cpu=on_cpu & ~weight_on_disk & ~states_on_disk,
             beside=self.beside,
+            sends_gradient=self.sends_gradient,
             weight_on_disk=weight_on_disk,
             states_on_disk=states_on_disk,
         )

@@ -178,3 +178,44 @@ def test_the_host_runs_no_farther_ahead_than_the_driver_queues() -> None:
     free = walked(keeps_states=True)
     begins = run_tasks(free.tasks, ROUND_RATES).begin[numbers(free, Engine.HOST, "host")]
     assert begins.tolist() == pytest.approx([0.0] * len(begins), abs=1e-6)
+
+
+# -- gradients that wait for the step ------------------------------------------------------------------------------
+
+
+def at_step(sends_gradient: Any, *, arena_bytes: int = 10**6) -> Schedule:
+    """Two steps with updates in the forward."""
+    schedule = Schedule(
+        make_step(),
+        Placement.of(NUM, stays=True, sends_gradient=sends_gradient),
+        DeviceShares(arena_bytes=arena_bytes, num_slots=2, slot_bytes=1400),
+        StepKnobs(),
+        Belady(),
+        ROUND_RATES,
+    )
+    for _ in range(2):
+        schedule.run_step()
+    return schedule
+
+
+def test_a_gradient_that_is_sent_takes_no_frames_and_comes_with_its_states() -> None:
+    sends = np.array([False, True] * 3)
+    # Weights of 1200 bytes, slots, and three gradients of six: more would have to leave.
+    schedule = at_step(sends, arena_bytes=1200 + 2800 + 3 * GRADIENT)
+    tasks = schedule.tasks
+    sent = numbers(schedule, Engine.LINK_OUT, "gradient out")
+    assert [tasks.subject[task] for task in sent] == [5, 3, 1] * 2
+    begin = schedule.steps[1].first_task
+    brought = [(tasks.subject[t], tasks.work[t]) for t in numbers(schedule, Engine.SLOTS_IN) if t > begin]
+    # The first two come as the step before ends, and in the end those of the next one.
+    assert sorted(brought) == [(p, 1000 + GRADIENT * sends[p]) for p in range(NUM)]
+
+
+def test_of_too_many_gradients_on_their_way_the_compute_waits_for_the_oldest() -> None:
+    """The largest may be; equal ones go one after the other."""
+    schedule = at_step(True)
+    tasks = schedule.tasks
+    sent = numbers(schedule, Engine.LINK_OUT, "gradient out")[:NUM]
+    waited = [[t for t in numbers(schedule, Engine.COMPUTE) if task in tasks.waits(t)][:1] for task in sent]
+    next_made = [min(t for t in numbers(schedule, Engine.COMPUTE) if t > task) for task in sent[1:]]
+    assert waited[:-1] == [[task] for task in next_made]

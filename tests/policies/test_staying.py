@@ -13,6 +13,7 @@ from pager.policies.staying import (
     belady,
     is_worth_lending,
     lent_gradient_bytes,
+    room_for_gradients,
     room_for_staying,
     share_arena,
     share_wired,
@@ -132,6 +133,11 @@ def test_gradients_are_lent_by_what_activations_take_but_by_no_more_than_a_part_
     activations: int, arena: int, lent: int
 ) -> None:
     assert lent_gradient_bytes(activations, arena) == lent
+
+
+def test_gradients_have_what_weights_and_slots_leave_but_for_one() -> None:
+    assert room_for_gradients(1000, 100, 500, 50) == 350
+    assert room_for_gradients(1000, 100, 900, 50) == 0
 
 
 def test_few_gradients_are_not_worth_lending() -> None:

@@ -95,6 +95,21 @@ def test_gradients_are_lent_only_where_four_may_be() -> None:
     assert np.array_equal(eight.beside, elements < elements.max())
 
 
+def test_gradients_that_have_no_room_are_sent_where_all_weights_stay() -> None:
+    """Spread: both halves of the backward send as much. None where none waits, or weights stream."""
+    found = of_7b(update_at="step").placement
+    assert found is not None
+    elements = captured("7b", 1).step.num_elements
+    order = np.argsort(captured("7b", 1).step.gradient_tick)
+    sent = np.where(found.sends_gradient, elements, 0)[order]
+    assert 0.3 < sent.sum() / elements.sum() < 0.6
+    assert sent[: len(sent) // 2].sum() == pytest.approx(sent.sum() / 2, rel=0.1)
+    for knobs in ({}, {"update_at": "step", "budget_bytes": 8 * GIB}):
+        other = of_7b(**knobs).placement
+        assert other is not None
+        assert not other.sends_gradient.any()
+
+
 def of_7b(**knobs: Any) -> Prediction:
     values: dict[str, Any] = {
         "budget_bytes": 24 * GIB,
