@@ -321,7 +321,7 @@ class Runtime:
         if self.planner.trace is None:
             return
         rows: list[AccessRow] = self.fitting.expected_rows() if self.fitting is not None else []
-        for adopted in self.optimizers:
+        for adopted in [known for known in self.optimizers if known.alive]:
             first = rows[-1].tick + 1 if rows else 0
             rows += [row._replace(tick=row.tick + first) for row in expected_rows(adopted)]
         trace = self.planner.with_update(rows) if rows else None

@@ -172,16 +172,38 @@ class Transfers:
             merge_fence(before, self._home_written.get(run.segment.index, _NO_EVENTS))
         for event in before.values():
             stream.wait(event)
-        for run, home_frame in found:
-            # In one piece: both ends are contiguous, and the engine of the link takes any length at full speed.
-            num_bytes = run.num_bytes
+        for frame, home_frame, num_bytes in self._copies(found):
             source, reads = self._host_side(home_frame, num_bytes)
-            target, writes = self._device_side(run.frame, num_bytes)
+            target, writes = self._device_side(frame, num_bytes)
             stream.copy(target, source, reads=reads, writes=writes)
         ready = stream.record()
         for run, _ in found:
             run.ready = ready
         self._note(self._home_read, [run.segment for run, _ in found], ready)
+
+    def _copies(self, found: Iterable[tuple[Run, int]]) -> list[tuple[int, int, int]]:
+        """First frame, first frame at home, and bytes of each copy between runs and their homes in host memory.
+
+        A run is one copy, since the engine of the link takes any length at full speed; and so are runs that lie side by
+        side at both ends, as the states of a parameter do: each costs the host as much as a kernel.
+        """
+        page_size = self._arena.page_size
+        copies: list[tuple[int, int, int]] = []
+        for run, home in found:
+            num_bytes = run.num_bytes
+            if copies:
+                frame, first, before = copies[-1]
+                num_pages = before // page_size  # where the last one is partly used, nothing follows
+                if (
+                    run.frame == frame + num_pages
+                    and home == first + num_pages
+                    and self._arena.is_one_slab(frame, num_pages + run.num_pages)
+                    and self._host.is_one_piece(first, num_pages + run.num_pages)
+                ):
+                    copies[-1] = (frame, first, before + num_bytes)
+                    continue
+            copies.append((run.frame, home, num_bytes))
+        return copies
 
     def _note(self, events: dict[int, Fence], segments: Iterable[Segment], event: Event) -> None:
         """One more access to homes. What another thread noted meanwhile, of other pages on another stream, stays."""
@@ -220,22 +242,20 @@ class Transfers:
             merge_fence(before, self._home_accesses(run.segment))
         for event in before.values():
             stream.wait(event)
-        total = 0
-        at_home: list[Segment] = []
+        to_host: list[tuple[Run, int]] = []
         for run, (home, home_frame) in zip(runs, homes, strict=True):
-            num_bytes = run.num_bytes
-            total += num_bytes
             if home == Home.HOST:
-                source, reads = self._device_side(run.frame, num_bytes)
-                target, writes = self._host_side(home_frame, num_bytes)
-                stream.copy(target, source, reads=reads, writes=writes)
-                at_home.append(run.segment)
+                to_host.append((run, home_frame))
             else:
                 assert self._disk is not None
                 self._disk.page_out(run, home_frame, stalls=stalls, must=must)
+        for frame, home_frame, num_bytes in self._copies(to_host):
+            source, reads = self._device_side(frame, num_bytes)
+            target, writes = self._host_side(home_frame, num_bytes)
+            stream.copy(target, source, reads=reads, writes=writes)
         event = stream.record()
-        self._note(self._home_written, at_home, event)
-        self._counters.add(page_out_bytes=total)
+        self._note(self._home_written, [run.segment for run, _ in to_host], event)
+        self._counters.add(page_out_bytes=sum(run.num_bytes for run in runs))
         return event
 
     def _home_accesses(self, segment: Segment) -> Fence:

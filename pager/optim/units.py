@@ -78,7 +78,8 @@ class Progress:
         """The parameter's entry in the user's state dict becomes ``new``."""
         live = update.adopted.optimizer.state[self.binding.tensor]
         step, version = _step_of(live)
-        copy_all(_commit_state(live, new))
+        for old, value in _commit_state(live, new):
+            old.copy_(value)
         if not update.may_skip:
             update.adopted.step_counts.add_one(self.binding, step, version)
 

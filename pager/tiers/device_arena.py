@@ -152,6 +152,11 @@ class DeviceArena:
             slab.memory, (frame - slab.first_frame) * self.page_size, num_bytes, on_release
         )
 
+    def is_one_slab(self, frame: int, num_frames: int) -> bool:
+        """Whether so many frames lie side by side in memory."""
+        slab = self._slab_of(frame)
+        return frame + num_frames <= slab.first_frame + slab.num_frames
+
     def _slab_of(self, frame: int) -> _Slab:
         for slab in self._slabs:
             if slab.first_frame <= frame < slab.first_frame + slab.num_frames:

@@ -310,6 +310,12 @@ class HostArena:
             offset = (first_frame - piece.begin) * self.page_size
             return self._views.keep(first_frame, num_bytes, piece.memory[offset : offset + num_bytes])
 
+    def is_one_piece(self, first_frame: int, num_frames: int) -> bool:
+        """Whether so many frames lie side by side in memory."""
+        with self._lock:
+            piece = self._ranges.piece_of(first_frame)
+        return piece is not None and first_frame + num_frames <= piece[1]
+
     def read(self, first_frame: int, out: torch.Tensor) -> int:
         """Copy from the frames into ``out`` (contiguous 1-D uint8 on the CPU) on the calling thread; its bytes."""
         check_host_bytes(out, "out")

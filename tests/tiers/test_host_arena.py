@@ -365,3 +365,14 @@ def test_copies_between_arena_and_slab_need_no_living_view() -> None:
     device.h2d.synchronize()
     assert int(slab.to(torch.int64).sum()) == 4 * 2 * PAGE
     arena.close()
+
+
+def test_frames_of_two_pieces_are_not_side_by_side() -> None:
+    """A device copies them in two."""
+    arena = make_arena(4)
+    arena.grow(3)
+    assert arena.is_one_piece(0, 4)
+    assert arena.is_one_piece(5, 2)
+    assert not arena.is_one_piece(3, 2)
+    assert not arena.is_one_piece(7, 1), "there is no such frame"
+    arena.close()

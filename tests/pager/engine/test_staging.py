@@ -267,6 +267,62 @@ def test_released_with_copies_under_way_in_both_directions() -> None:
     rig.close()
 
 
+def num_copies(rig: Rig, ranges: list[Range]) -> list[int]:
+    """Copies in and out of a unit that is changed, and checked once it is home."""
+    staging, unit = rig.engine.staging, object()
+    into, out = rig.device.slots_in.copy, rig.device.slots_out.copy
+    copies = [0, 0]
+
+    def count(direction: int, copy: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> None:
+            copies[direction] += 1
+            copy(*args, **kwargs)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.device.slots_in, "copy", count(0, into))
+        patch.setattr(rig.device.slots_out, "copy", count(1, out))
+        before = [bytes_.clone() for bytes_ in taken(rig, unit, ranges)]
+        runs = staging._held[id(unit)].runs
+        for run in runs:
+            staging.bytes_of(run).bitwise_not_()
+        staging.write_back(unit, runs)
+    for wanted, old in zip(ranges, before, strict=True):
+        check_bytes(rig.read(rig.segments.index(wanted.segment))[: old.numel()], ~old.numpy(), "changed")
+    return copies
+
+
+@pytest.mark.parametrize(
+    ("pieces", "copies"),
+    [
+        pytest.param([(0, 1), (1, 3)], 1, id="side by side"),
+        pytest.param([(1, 3), (0, 1)], 2, id="at home in the other order"),
+        pytest.param([(0, 1), (2, 2)], 2, id="at home something stands between"),
+        pytest.param([(1, 1), (2, 2)], 2, id="only a part of what stands before"),
+    ],
+)
+def test_what_lies_side_by_side_at_both_ends_is_one_copy(pieces: list[tuple[int, int]], copies: int) -> None:
+    rig, _ = make()
+    assert num_copies(rig, [Range(rig.segments[index], 0, num) for index, num in pieces]) == [copies, copies]
+    rig.close()
+
+
+def test_what_follows_a_page_that_is_partly_used_is_a_copy_of_its_own() -> None:
+    rig, _ = make_filled([2 * PAGE - 100, PAGE], arena_frames=12)
+    assert rig.engine.staging.reserve(1, 4) == 1
+    assert num_copies(rig, [whole(rig, 0), whole(rig, 1)]) == [2, 2]
+    rig.close()
+
+
+def test_homes_in_two_pieces_are_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their frames have numbers in a row, their memory may be anywhere."""
+    monkeypatch.setattr("pager.tiers.host_arena.HostArena.is_one_piece", lambda arena, first, num: False)
+    rig, _ = make()
+    assert num_copies(rig, [whole(rig, 0), whole(rig, 1)]) == [2, 2]
+    rig.close()
+
+
 def test_a_failed_fetch_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, values = make(num_slots=1)
     staging, unit = rig.engine.staging, object()
@@ -281,7 +337,8 @@ def test_a_failed_fetch_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(rig.device.slots_in, "copy", failing)
         with pytest.raises(OSError, match="unplugged"):
-            staging.fetch(unit, [whole(rig, 0), whole(rig, 1)])
+            # Not side by side at home, so that they are two copies.
+            staging.fetch(unit, [whole(rig, 1), whole(rig, 0)])
     assert len(calls) == 2
     assert not staging.holds(unit)
     assert staging.has_free_slot

@@ -479,6 +479,17 @@ def test_the_optimizer_is_dropped_while_its_update_waits() -> None:
         check_same(make_net, script, device_budget=budget, checks=CHECKS)
 
 
+def test_the_optimizer_is_dropped_before_the_first_step() -> None:
+    for budget in BUDGETS:
+        model: Any = make_net()
+        plain = copied(list(model.parameters()))
+        manage(model, make_adamw(model), device_budget=budget, checks=CHECKS)
+        gc.collect()
+        check_equal(make_net()(batch(0)), model(batch(0)), "out")
+        model.pager.close()
+        check_equal(plain, list(model.parameters()), "weights")
+
+
 def test_close_right_after_the_step() -> None:
     plain, model = make_net(), manage(make_net(), device_budget=BUDGETS[0], checks=CHECKS)
     optimizers = [make_adamw(plain), make_adamw(model)]

@@ -292,3 +292,12 @@ def test_two_leases_are_two_storages_over_one_memory() -> None:
     assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
     assert one.data_ptr() == other.data_ptr()
     assert one.data_ptr() % 512 == 0
+
+
+def test_frames_of_two_slabs_are_not_side_by_side() -> None:
+    arena = make_arena(4, 3)
+    assert arena.is_one_slab(0, 4)
+    assert arena.is_one_slab(4, 3)
+    assert arena.is_one_slab(5, 2)
+    assert not arena.is_one_slab(3, 2)
+    assert not arena.is_one_slab(0, 7)
