@@ -32,7 +32,7 @@ class CpuRates:
         self.knows_rest = False
         # Steps that had a part for the CPU.
         self.num_steps = 0
-        self._step_ended = 0.0
+        self._step_ended: float | None = None
         self._late_seconds = 0.0
         self._num_refused_elements = 0
         self._rest_began: float | None = None
@@ -87,6 +87,8 @@ class CpuRates:
         """The first gradient of a step is here: until now the link had nothing to do."""
         with self._lock:
             self._rest_began = None
+        if self._step_ended is None:
+            return  # of the very first step
         seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
         self.rest_seconds = (seconds + (self.rest_seconds or seconds)) / 2
 

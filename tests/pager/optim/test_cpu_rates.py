@@ -77,6 +77,17 @@ def test_the_link_rests_from_the_end_of_a_step_to_the_first_gradient_but_for_wha
     assert rates.rest_seconds == pytest.approx(1.0)
 
 
+def test_before_the_first_step_nothing_rested(clock: Clock) -> None:
+    """It was the time since the machine's start once, and half of that in each of the next steps."""
+    rates = CpuRates()
+    rates.first_gradient()
+    assert rates.rest_seconds == 0
+    rates.end_step(100)
+    clock.now += 0.25
+    rates.first_gradient()
+    assert rates.rest_seconds == pytest.approx(0.25)
+
+
 def test_what_the_cpu_was_late_by_counts_after_the_first_steps(clock: Clock) -> None:
     rates = CpuRates()
     clock.now = 101.0
