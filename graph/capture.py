@@ -55,7 +55,7 @@ from pager.graph.access import (
     hooks_beneath,
 )
 from pager.graph.flops import flops_of
-from pager.graph.fused_attention import fused_attention_on_meta
+from pager.graph.fused_kernels import fused_kernels_on_meta
 from pager.graph.twin import REAL_LIMIT_BYTES, empty_on_meta, empty_twin, make_twin, meta_twin
 from pager.graph.wrong_inputs import (
     ForwardFailed,
@@ -338,10 +338,8 @@ def _try_rung(
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     recorder.active = True
     # On fake tensors of a GPU torch makes that choice itself.
-    attention = (
-        fused_attention_on_meta() if way == "meta" and device.type == "cuda" else contextlib.nullcontext()
-    )
-    with _own_saved_tensors(), fake_mode, meter, attention:
+    fused = fused_kernels_on_meta() if way == "meta" and device.type == "cuda" else contextlib.nullcontext()
+    with _own_saved_tensors(), fake_mode, meter, fused:
         run_step(twin, args, kwargs)
     recorder.active = False
     return Capture(

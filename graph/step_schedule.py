@@ -392,5 +392,8 @@ class Schedule(ArenaWalk):
                 self.steps[-1].link_rests = self._limit_threads(None)
             self.coming = deque(self.gradient_order)
             self.ahead, self.stepped = {}, set()
+            self._host(self.rates.host_step_seconds * len(self.gradient_order))
         self._fetch_ahead()
+        if self.knobs.update_at == "step":  # the ring fills before all else
+            self._host(self.rates.host_step_seconds * len(self.gradient_order))
         self.synchronized = self.last_compute  # the loop reads the loss

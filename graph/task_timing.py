@@ -99,9 +99,11 @@ class MachineRates:
     cpu_bytes_per_parameter: float = 26.0
     copy_seconds: float = 4.4e-6
     # The host's thread: an access with the operations around it (the forward of 3.4 B has 198 and takes it 0.08 s), a
-    # unit of the update, a page in, a choice of victims (measured: docs/decisions.md, 8).
+    # unit of the update, a page in, a choice of victims (measured: docs/decisions.md, 8); and ``step()``, for each
+    # parameter (0.16 ms with updates at the step, 0.09 in backward).
     host_access_seconds: float = 0.4e-3
     host_unit_seconds: float = 1e-3
+    host_step_seconds: float = 0.12e-3
     host_page_in_seconds: float = 0.1e-3
     host_eviction_seconds: float = 0.5e-3
     # What the driver queues of a stream before a launch waits (assumed), and what an access and a unit of the update

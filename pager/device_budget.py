@@ -124,7 +124,7 @@ class DeviceBudget:
         as far as can be known, once the first steps have shown what they take (``settled``).
         """
         pieces, share = (
-            (_MORE_FRAGMENTS_SHARE, _SETTLED_HEADROOM_SHARE)
+            (_SETTLED_FRAGMENTS_SHARE, _SETTLED_HEADROOM_SHARE)
             if settled
             else (_FRAGMENTS_SHARE, _HEADROOM_SHARE)
         )

@@ -15,7 +15,7 @@ from pager.graph.access_trace import AccessRow, AccessTrace, Phase, SegmentSpec
 from pager.graph.bound import BytesPerParameter
 from pager.graph.capture import capture
 from pager.graph.cost_model import Ceilings, estimate_tick_seconds
-from pager.graph.fused_attention import fused_attention_on_meta
+from pager.graph.fused_kernels import fused_kernels_on_meta
 from pager.graph.step_model import StepModel
 from pager.tools.errors import CommandFailed
 from pager.tools.machine import Machine
@@ -126,9 +126,9 @@ def capture_model(
             f"{source.name}: no parameter is as large as a page ({page_size} bytes); there is nothing to page"
         )
     managed: dict[nn.Parameter, int] = {p: index for index, (_, p) in enumerate(paged)}
-    # Attention as a GPU has it; but not capture on fake tensors of a GPU, which takes one.
-    attention = fused_attention_on_meta() if is_gpu else contextlib.nullcontext()
-    with attention:
+    # Kernels as a GPU has them; but not capture on fake tensors of a GPU, which takes one.
+    fused = fused_kernels_on_meta() if is_gpu else contextlib.nullcontext()
+    with fused:
         found = capture(source.model, managed, source.args, source.kwargs, device=torch.device("cpu"))
     if found.way == "recorded":
         raise CommandFailed(f"{source.name}: the step cannot be captured without data: {found.reason}")

@@ -155,10 +155,13 @@ def predict(
     if state_bytes <= arena - arena // 16:
         return Prediction(**known, fits=True, reason=None, arena_bytes=state_bytes)
     beside = captured.activation_bytes + 2 * largest + 4 * UNIT_BYTES
+    # What steps were seen to take: a gradient of the largest on its way, and those that are lent.
+    taken = captured.activation_bytes + largest
     if wanted.update_at == "backward" and not wanted.simulated:
         beside += lent_gradient_bytes(captured.activation_bytes, max(budget.arena_bytes(beside), 0))
+        taken += lent_gradient_bytes(captured.activation_bytes, max(budget.arena_bytes(taken), 0))
     unsettled = max(budget.arena_bytes(beside), 0)
-    arena = max(budget.arena_bytes(beside, settled=True), unsettled)
+    arena = max(budget.arena_bytes(taken, settled=True), unsettled)
     known["arena_bytes"] = arena
     least_slot = captured.page_size // step.size.gradient * step.size.staged(wanted.update_at)
     wired = weights_to_wire(captured, wanted, first_arena=max(budget.arena_bytes(None), 0), arena=unsettled)

@@ -29,6 +29,7 @@ ROUND_RATES = MachineRates(
     copy_seconds=1e-12,
     host_access_seconds=1e-12,
     host_unit_seconds=1e-12,
+    host_step_seconds=1e-12,
     host_page_in_seconds=1e-12,
     host_eviction_seconds=1e-12,
 )

@@ -219,3 +219,24 @@ def test_of_too_many_gradients_on_their_way_the_compute_waits_for_the_oldest() -
     waited = [[t for t in numbers(schedule, Engine.COMPUTE) if task in tasks.waits(t)][:1] for task in sent]
     next_made = [min(t for t in numbers(schedule, Engine.COMPUTE) if t > task) for task in sent[1:]]
     assert waited[:-1] == [[task] for task in next_made]
+
+
+@pytest.mark.parametrize("update_at", ["step", "backward"])
+def test_step_takes_the_host_time_for_each_parameter(update_at: str) -> None:
+    """With updates at the step the ring fills meanwhile."""
+    rates = dataclasses.replace(ROUND_RATES, host_step_seconds=7.0)
+    schedule = Schedule(
+        make_step(),
+        Placement.of(NUM, stays=True),
+        DeviceShares(arena_bytes=10**6, num_slots=2, slot_bytes=1400),
+        StepKnobs(update_at=update_at),
+        Belady(),
+        rates,
+    )
+    schedule.run_step()
+    tasks = schedule.tasks
+    longest = max(numbers(schedule, Engine.HOST), key=lambda task: tasks.work[task])
+    assert tasks.work[longest] == 7.0 * NUM
+    fetched = [t for t in numbers(schedule, Engine.SLOTS_IN) if t > schedule.last_compute]
+    assert len(fetched) == 2
+    assert all((task < longest) == (update_at == "step") for task in fetched)

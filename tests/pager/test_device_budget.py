@@ -188,7 +188,7 @@ def test_an_arena_that_has_settled_leaves_less_free() -> None:
     budget = make_budget(Gpu(), device_budget="48GiB")
     left = 48 * GIB - GIB - LAZY
     assert budget.arena_bytes(GIB, settled=True) == left - GIB - GIB
-    assert budget.arena_bytes(12 * GIB, settled=True) == left - 2 * GIB - 12 * GIB
+    assert budget.arena_bytes(24 * GIB, settled=True) == left - 2 * GIB - 24 * GIB
 
 
 def test_a_headroom_that_leaves_nothing_is_named() -> None:

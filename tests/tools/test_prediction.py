@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pager.graph.arena_walk import Placement
 from pager.graph.task_timing import MachineRates
@@ -34,15 +35,25 @@ GIB = 2**30
     ids=lambda row: f"{row.model}-{row.gib}-{row.batch}-{row.update_at}-{row.update_on}-{row.cpu_share}",
 )
 def test_measured_steps_are_predicted(row: Measured) -> None:
-    """Within a tenth, their bytes within 8 %, as docs/benchmarks.md states; never below the bound."""
+    """Within a tenth, bytes within 8 %, the most pages within 3 %, as docs/benchmarks.md states; not below the bound.
+
+    Those that were measured with less room for pages are to be faster, and move less, by so much.
+    """
     step = predicted(row).step
     assert step is not None
-    assert step.seconds == pytest.approx(row.seconds, rel=0.1)
-    if row.gb is not None:
-        assert step.page_in_bytes / 1e9 == pytest.approx(row.gb, rel=0.08)
-        assert step.page_out_bytes / 1e9 == pytest.approx(row.gb, rel=0.08)
     assert step.of_bound is not None
     assert 0.3 < step.of_bound <= 1
+    if row.older:
+        assert 0.87 < step.seconds / row.seconds < 1
+        for moved in (step.page_in_bytes, step.page_out_bytes):
+            assert row.gb is None or 0.87 < moved / 1e9 / row.gb < 1
+        return
+    assert step.seconds == pytest.approx(row.seconds, rel=0.1)
+    for moved in (step.page_in_bytes, step.page_out_bytes):
+        assert row.gb is not None
+        assert moved / 1e9 == pytest.approx(row.gb, rel=0.08)
+    assert row.pages_gb is not None
+    assert step.waveform.peak_pages_bytes / 1e9 == pytest.approx(row.pages_gb, rel=0.03)
 
 
 def test_the_simulator_follows_what_was_changed() -> None:
@@ -93,6 +104,14 @@ def test_gradients_are_lent_only_where_four_may_be() -> None:
     assert not one.beside.any()
     # 8 GiB of activations: half a GiB may be lent, four of the blocks' but not of the embedding's.
     assert np.array_equal(eight.beside, elements < elements.max())
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_fused_rms_norm_backward"), reason="as measured, norms were fused"
+)
+def test_activations_are_as_measured() -> None:
+    """7.719 GB on an H200 with segments that grow, docs/benchmarks/2026-11-30-step-7b-batch8-at-4efe22d.jsonl."""
+    assert captured("7b", 8).activation_bytes == pytest.approx(7.719e9, rel=0.03)
 
 
 def test_gradients_that_have_no_room_are_sent_where_all_weights_stay() -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pager.graph.capture import capture
-from pager.graph.fused_attention import fused_attention_on_meta
+from pager.graph.fused_kernels import fused_kernels_on_meta
 
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -69,7 +69,7 @@ MASK = torch.ones(64, 64, dtype=torch.bool, device="meta")
     ],
 )
 def test_the_kernel_that_a_gpu_would_choose(options: Any, kernel: str | None) -> None:
-    with fused_attention_on_meta():
+    with fused_kernels_on_meta():
         seen = attend(**options)
     assert {name for name in seen if name in (FLASH, EFFICIENT)} == ({kernel} if kernel else set())
     assert ("bmm" in seen) == (kernel is None)
@@ -80,17 +80,17 @@ def test_the_kernel_that_a_gpu_would_choose(options: Any, kernel: str | None) ->
 def test_kernels_that_the_user_switched_off_are_not_named() -> None:
     with (
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        fused_attention_on_meta(),
+        fused_kernels_on_meta(),
     ):
         assert "bmm" in attend()
 
 
 def test_afterwards_all_is_as_before() -> None:
     before = attend()
-    with fused_attention_on_meta():
+    with fused_kernels_on_meta():
         assert attend() != before
     assert attend() == before
-    with pytest.raises(ZeroDivisionError), fused_attention_on_meta():
+    with pytest.raises(ZeroDivisionError), fused_kernels_on_meta():
         raise ZeroDivisionError
     assert attend() == before
 
@@ -135,3 +135,94 @@ def test_on_a_gpu_activations_grow_with_the_sequence_and_not_with_its_square(own
     assert peaks[CUDA][1] < 2.2 * peaks[CUDA][0]
     assert peaks[CPU][1] > 3.5 * peaks[CPU][0]
     assert orders[CUDA] == orders[CPU]  # the same accesses
+
+
+# -- RMS norms -----------------------------------------------------------------------------------------------------
+
+
+needs_fused_norm = pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_fused_rms_norm_backward"), reason="this torch has no fused RMS norm"
+)
+
+
+def norm(
+    x: Tensor, weight: Tensor | None, shape: tuple[int, ...] = (64,)
+) -> tuple[list[str], list[tuple[torch.Size, torch.dtype]]]:
+    """What forward and backward of an RMS norm call, and what is saved between them."""
+    saved: list[tuple[torch.Size, torch.dtype]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append((tensor.shape, tensor.dtype))
+        return tensor
+
+    names = Names()
+    with names, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = functional.rms_norm(x, shape, weight)
+        output.backward(torch.empty_like(output))
+    assert output.shape == x.shape
+    for tensor in (x, weight):
+        assert tensor is None or (tensor.grad is not None and tensor.grad.shape == tensor.shape)
+    return names.seen, saved
+
+
+def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+@needs_fused_norm
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fused_norm_keeps_its_input_and_a_number_a_row(weighted: bool, dtype: torch.dtype) -> None:
+    x = made(2, 32, 64, dtype=dtype)
+    with fused_kernels_on_meta():
+        seen, saved = norm(x, made(64, dtype=dtype) if weighted else None)
+    assert "pow" not in seen
+    assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= set(seen)
+    expected = [(x.shape, dtype), (torch.Size([2, 32, 1]), torch.float32)]
+    assert saved[:2] == expected
+    assert saved[2:] == ([(torch.Size([64]), dtype)] if weighted else [])
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "shape"),
+    [
+        ((2, 32, 64), torch.float32, (64,)),
+        ((2, 8, 4, 64), torch.bfloat16, (64,)),
+    ],
+    ids=["a weight in another dtype", "channels last"],
+)
+def test_where_the_fused_norm_is_not_taken_it_is_single_steps(
+    x: tuple[int, ...], weight: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = made(*x)
+    if len(x) == 4:
+        tensor = tensor.detach().to(memory_format=torch.channels_last).requires_grad_(True)
+    with fused_kernels_on_meta():
+        seen, _ = norm(tensor, made(*shape, dtype=weight), shape)
+    assert "pow" in seen
+    assert "_fused_rms_norm_backward" not in seen
+
+
+@needs_fused_norm
+def test_a_norm_of_what_needs_no_gradient_is_fused_too() -> None:
+    names = Names()
+    with fused_kernels_on_meta(), names, torch.no_grad():
+        functional.rms_norm(made(2, 32, 64), (64,), made(64))
+    assert "pow" not in names.seen
+
+
+def test_norms_are_as_before_afterwards() -> None:
+    before = norm(made(2, 32, 64), made(64))
+    with fused_kernels_on_meta():
+        pass
+    assert norm(made(2, 32, 64), made(64)) == before
+
+
+@needs_fused_norm
+def test_norms_in_a_frozen_layer() -> None:
+    """Gradients of the input alone, of the weight alone."""
+    for x_wanted, weight_wanted in ((True, False), (False, True)):
+        x, weight = made(2, 32, 64).requires_grad_(x_wanted), made(64).requires_grad_(weight_wanted)
+        with fused_kernels_on_meta():
+            functional.rms_norm(x, (64,), weight).sum().backward()
+        assert (x.grad is not None, weight.grad is not None) == (x_wanted, weight_wanted)

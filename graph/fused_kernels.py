@@ -1,8 +1,9 @@
-"""Attention as a GPU computes it, on tensors without data.
+"""Attention and RMS norms as a GPU computes them, on tensors without data.
 
 `scaled_dot_product_attention` picks its kernel by the device of its tensors. On meta tensors that is the formula
 in single steps, whose scores grow with the square of the sequence and are kept for backward; on a GPU a fused
-kernel that never holds them. What capture says about activations and work must be the GPU's, so for its time
+kernel that never holds them. `rms_norm` likewise: in single steps it keeps three fp32 tensors of its input's shape,
+fused its input and one number a row. What capture says about activations and work must be the GPU's, so for its time
 torch's dispatcher is told which kernel that is.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +26,14 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def fused_attention_on_meta() -> Iterator[None]:
-    """Meanwhile attention over meta tensors is the kernel that a GPU would choose, in every thread."""
+def fused_kernels_on_meta() -> Iterator[None]:
+    """Meanwhile attention and RMS norms over meta tensors are the kernels that a GPU would choose, in every thread."""
     with _lock:
         library = torch.library.Library("aten", "IMPL")
         try:
             library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+            if _has_fused_rms_norm():
+                library.impl("rms_norm", _rms_norm, "AutogradMeta")
             yield
         finally:
             library._destroy()
@@ -79,3 +83,45 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)
     return mask.expand(*query.shape[:3], key.shape[2])
+
+
+def _has_fused_rms_norm() -> bool:
+    """Whether this torch has one for GPUs: from 2.9 on, with a backward of its own."""
+    return hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """The output, by the fused kernel where it would take this."""
+    alike = weight is None or (weight.dtype == input.dtype and not weight.is_complex())
+    channels_last = input.dim() in (4, 5) and not input.is_contiguous()
+    if alike and not input.is_complex() and not channels_last:
+        output: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)
+        return output
+    # On meta tensors this one is the formula in single steps.
+    return torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What CUDA's kernel keeps: the input, and one fp32 number for each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+    ) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            output, rstd = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)
+        ctx.normalized_shape = normalized_shape
+        ctx.save_for_backward(input, rstd, weight)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        input, rstd, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            own, of_weight = torch.ops.aten._fused_rms_norm_backward(
+                gradients[0], input, ctx.normalized_shape, rstd, weight, wanted
+            )
+        return own, None, of_weight, None
