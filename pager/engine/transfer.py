@@ -305,20 +305,27 @@ class Transfers:
         self._counters.add(page_out_bytes=segment.num_bytes)
         event = d2h.record()
         self._note(self._home_written, [segment], event)
-        self._sent.append(_Sent(event, owner, source, segment.num_bytes))
-        self._sent_bytes += segment.num_bytes
-        while len(self._sent) > 1 and self._sent_bytes > at_most_bytes:
-            oldest = self._sent[0]
-            oldest.owner.wait(oldest.event, timed=True)
-            self._forget_oldest_sent()
+        # Kept until the lock is free again: what dies with them may come back here.
+        dropped: list[_Sent] = []
+        with self._lock:
+            self._sent.append(_Sent(event, owner, source, segment.num_bytes))
+            self._sent_bytes += segment.num_bytes
+            while len(self._sent) > 1 and self._sent_bytes > at_most_bytes:
+                oldest = self._sent[0]
+                oldest.owner.wait(oldest.event, timed=True)
+                dropped.append(self._drop_oldest_sent())
 
     def forget_sent(self) -> None:
         """Let go of sources whose copies are over."""
-        while self._sent and self._sent[0].event.query():
-            self._forget_oldest_sent()
+        dropped: list[_Sent] = []
+        with self._lock:
+            while self._sent and self._sent[0].event.query():
+                dropped.append(self._drop_oldest_sent())
 
-    def _forget_oldest_sent(self) -> None:
-        self._sent_bytes -= self._sent.popleft().num_bytes
+    def _drop_oldest_sent(self) -> _Sent:
+        oldest = self._sent.popleft()
+        self._sent_bytes -= oldest.num_bytes
+        return oldest
 
     def send_to_device(self, run: Run) -> Event:
         """Enqueue the copy of a home that the host has written into a run on the device; the event after which the run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -251,4 +252,38 @@ def test_gradients_on_their_way_home_take_no_more_memory_than_they_may(tmp_path:
         np.testing.assert_array_equal(rig.home_value(index), ~value)
     rig.transfers.forget_sent()
     assert not any(ref() is not None for ref in kept)
+    rig.close()
+
+
+def test_two_threads_let_go_of_a_gradient_once(tmp_path: Path) -> None:
+    """The user's, that trains on, and autograd's, that sends the next one."""
+    rig, values = make_rig(Home.HOST, tmp_path, PAGE, PAGE)
+    rig.transfers.send_home(rig.segments[0], torch.from_numpy(~values[0]), at_most_bytes=PAGE)
+    rig.transfers._sent[0].event.synchronize()
+    other_is_done, errors = threading.Event(), []
+
+    def let_go() -> None:
+        try:
+            rig.transfers.forget_sent()
+        except IndexError as error:
+            errors.append(error)
+        other_is_done.set()
+
+    other = threading.Thread(target=let_go)
+
+    class Over:
+        """An event that is over; between the look and the deed of one thread comes the other, if it can."""
+
+        def query(self) -> bool:
+            if threading.current_thread() is not other:
+                other.start()
+                other_is_done.wait(0.5)
+            return True
+
+    over: Any = Over()
+    rig.transfers._sent[0] = rig.transfers._sent[0]._replace(event=over)
+    rig.transfers.forget_sent()
+    other.join()
+    assert not errors
+    assert (len(rig.transfers._sent), rig.transfers._sent_bytes) == (0, 0)
     rig.close()
