@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 # The largest head that torch's flash kernel takes, and what all fused ones want it to be a multiple of.
@@ -95,12 +96,25 @@ def _rms_norm(
 ) -> Tensor:
     """The output, by the fused kernel where it would take this."""
     alike = weight is None or (weight.dtype == input.dtype and not weight.is_complex())
-    channels_last = input.dim() in (4, 5) and not input.is_contiguous()
-    if alike and not input.is_complex() and not channels_last:
+    laid_out = suggest_memory_format(input) == torch.contiguous_format
+    if alike and laid_out and not input.is_complex() and not _is_transformed():
         output: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)
         return output
-    # On meta tensors this one is the formula in single steps.
-    return torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+    return _in_single_steps(input, normalized_shape, weight, eps)
+
+
+def _in_single_steps(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> Tensor:
+    # On meta tensors this is the formula.
+    output: Tensor = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+    return output
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work, which a Function without rules for them refuses."""
+    in_func = torch._C._functorch.peek_interpreter_stack() is not None
+    return in_func or torch.autograd.forward_ad._current_level >= 0
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -112,7 +126,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     ) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             output, rstd = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)
-        ctx.normalized_shape = normalized_shape
+        ctx.normalized_shape, ctx.eps = normalized_shape, eps
         ctx.save_for_backward(input, rstd, weight)
         return output
 
@@ -120,6 +134,12 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         input, rstd, weight = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        if torch.is_grad_enabled():  # create_graph=True: CUDA's goes on in single steps too
+            output = _in_single_steps(input, ctx.normalized_shape, weight, ctx.eps)
+            inputs = [tensor for tensor, is_wanted in zip((input, weight), wanted, strict=True) if is_wanted]
+            found = iter(torch.autograd.grad(output, inputs, gradients[0], create_graph=True))
+            first, second = (next(found) if is_wanted else None for is_wanted in wanted)
+            return first, None, second, None
         with torch._C._AutoDispatchBelowAutograd():
             own, of_weight = torch.ops.aten._fused_rms_norm_backward(
                 gradients[0], input, ctx.normalized_shape, rstd, weight, wanted

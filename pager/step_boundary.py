@@ -91,6 +91,7 @@ class StepBoundary:
         self.host_cap = host_cap
         host_cap.moves = HomeMoves(mmu, homes, pagerd, gradients=config.update_at == "step")
         host_cap.on_failure = engine.fail
+        mmu.look_at_heap = host_cap.look_in_step
         self._device = device
         self._budget = budget
         self._engine = engine

@@ -315,10 +315,15 @@ class Transfers:
                 oldest.owner.wait(oldest.event, timed=True)
                 dropped.append(self._drop_oldest_sent())
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether sources of copies are kept alive."""
+        return bool(self._sent)
+
     def forget_sent(self) -> None:
         """Let go of sources whose copies are over."""
         dropped: list[_Sent] = []
-        with self._lock:
+        with uninterrupted(), self._lock:
             while self._sent and self._sent[0].event.query():
                 dropped.append(self._drop_oldest_sent())
 

@@ -9,6 +9,7 @@ addition.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,6 +56,8 @@ class Gradients:
         self.in_backward: InBackward | None = None
         # Of gradients on their way home, whose memory is torch's: beyond it the compute waits for the oldest.
         self.most_sent_bytes = 0
+        # Whether one was added to another in this step, and in the one before.
+        self._adds = self._added_before = False
 
     def prepare(self, binding: Binding) -> None:
         """Give a parameter that requires a gradient its segment and its hook; idempotent."""
@@ -92,19 +95,31 @@ class Gradients:
             # Not to be left behind by an exception in there: half of the step would be in it.
             binding.set_raw_grad(None)
             if self.in_backward.take(binding, grad):
+                self._mmu.look_at_heap()
                 return
         if not (is_final and self._send_home(binding, grad)):
             self.add(binding, grad)
-        binding.set_raw_grad(None)
+        self._mmu.look_at_heap()
+
+    @property
+    def sends(self) -> bool:
+        """Whether gradients that have no room go home at once. Not while the user adds them up over backwards: each
+        would have to come back.
+        """
+        return not (self._adds or self._added_before)
+
+    def end_step(self) -> None:
+        """A step is over."""
+        self._added_before, self._adds = self._adds, False
 
     def _send_home(self, binding: Binding, grad: torch.Tensor) -> bool:
-        """Send a gradient that autograd has just made, and nobody else holds, home at once where the plan has no room
-        for it on the device. False if it has to be added to, laid out otherwise, or kept.
+        """Send a gradient that autograd has just made home at once, where the plan has no room for it on the device.
+        False if it has to be added to, laid out otherwise, or kept, or if its memory is somebody else's too.
         """
         slot = binding.gradient
         assert slot is not None
         segment, engine = slot.segment, self._mmu.engine
-        if not slot.goes_home or grad.dtype != segment.dtype or grad.stride() != segment.stride:
+        if not (slot.goes_home and self.sends and is_plain(grad, segment) and is_alone(grad)):
             return False
         self._mmu.before_access([slot])
         self.settle(slot)
@@ -114,11 +129,15 @@ class Gradients:
         self.generation += 1
         with uninterrupted():
             engine.send_home(segment, grad, at_most_bytes=self.most_sent_bytes)
+            slot.bump_version()
+            binding.set_raw_grad(None)
         self._mmu.clipping.arrived(slot, None, grad)
         return True
 
     def add(self, binding: Binding, grad: torch.Tensor) -> None:
-        """Add a gradient to the one in the segment, or begin it there."""
+        """Add a gradient to the one in the segment, or begin it there; in the same act it leaves the tensor, if it was
+        on it. Else whoever comes after an interrupt would find pages without a value, or take it again.
+        """
         slot = binding.gradient
         assert slot is not None
         self._mmu.before_access([slot])
@@ -131,22 +150,26 @@ class Gradients:
             and grad.dtype == binding.segment.dtype
         ):
             # The parameter was converted (model.half(), channels_last) while it had no gradient.
-            self._mmu.renew(slot, _laid_out(grad, binding.segment))
+            with uninterrupted():
+                self._mmu.renew(slot, _laid_out(grad, binding.segment))
+                binding.set_raw_grad(None)
             return
         if grad.dtype != slot.segment.dtype:
             raise ConfigError(
                 f"{binding.name}: its gradient is {grad.dtype}, the parameter {slot.segment.dtype}; gradients of "
                 "another dtype cannot be paged"
             )
-        run, view = self._mmu.fault(
-            slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}"
-        )
-        with torch.no_grad():
+        with torch.no_grad(), uninterrupted():
+            run, view = self._mmu.fault(
+                slot, Phase.GRADIENT, overwrite=overwrite, what=f"the gradient of {binding.name}"
+            )
             if overwrite:
                 view.copy_(grad)
             else:
                 view.add_(grad)
-        slot.bump_version()
+                self._adds = True
+            slot.bump_version()
+            binding.set_raw_grad(None)
         self._mmu.clipping.arrived(slot, run, view)
 
     def take_from_graph(self, binding: Binding) -> None:
@@ -238,6 +261,27 @@ def _take(tensor: Any) -> None:
     # Not a bound method: torch's hook dictionary is invisible to the garbage collector and would keep the model alive.
     binding: Binding = tensor._pager
     binding.mmu.gradients.absorb(binding, is_final=True)
+
+
+def is_plain(grad: torch.Tensor, segment: Segment) -> bool:
+    """Whether a gradient's memory holds its values, in the segment's dtype and layout."""
+    as_they_are = not (grad.is_conj() or grad.is_neg())
+    return as_they_are and grad.dtype == segment.dtype and grad.stride() == segment.stride
+
+
+def is_alone(grad: torch.Tensor) -> bool:
+    """Whether nobody else has the memory of a gradient, and may write to it before another stream has read it. Autograd
+    copies one that anybody else refers to, but not one that is a view of what somebody has.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)  # private; without it nobody knows
+    return count is not None and count(grad.untyped_storage()._cdata) <= _users_of_a_tensor()
+
+
+@functools.cache
+def _users_of_a_tensor() -> int:
+    """What torch counts for the storage of one tensor, while it is asked."""
+    tensor = torch.empty(2, device="cpu")
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _same_layout(one: Segment, other: Segment) -> bool:

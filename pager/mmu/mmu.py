@@ -53,6 +53,8 @@ class Mmu:
         self.unfinished: list[Callable[[], None]] = []
         self.aliases = HomeAliases(self)
         self.gradients: Gradients
+        # Called where a step has let go of memory.
+        self.look_at_heap: Callable[[], None] = lambda: None
         self.clipping = Clipping(self)
         # Where a segment's next forward use lies in the trace; the order of the optimizer's update.
         self.update_order: Callable[[int], int] = lambda segment: segment
@@ -147,6 +149,8 @@ class Mmu:
 
     def _enter(self, bindings: Sequence[Binding], what: str, use: object) -> list[torch.Tensor]:
         self.before_access(bindings)
+        if self.engine.transfers.has_sent:
+            self.engine.transfers.forget_sent()
         if self.aliases:
             self.aliases.settle(bindings)
         self.note(bindings, current_phase())
@@ -327,6 +331,7 @@ class Mmu:
     def end_step(self) -> None:
         """Drop what was held to the end of the step; show its values in state dicts that are held."""
         self.release_held()
+        self.gradients.end_step()
         self.clipping.end_step()
         self.aliases.refresh()
 

@@ -27,6 +27,7 @@ import torch
 
 from pager.errors import ConfigError
 from pager.graph.access_trace import Phase
+from pager.mmu.gradient import is_alone, is_plain
 from pager.optim.deferred import is_viewed, isolated
 from pager.optim.streamed import StreamedUnit
 from pager.optim.update import Update
@@ -147,8 +148,8 @@ class BackwardUpdates:
         self._stepped.add(binding)
         self._order.append(binding)
         kept = self._mmu.engine.has_value(slot.segment)
-        is_plain = _is_plain(gradient, binding)
-        on_cpu = self.on_cpu if is_plain and not kept else None
+        plain = is_plain(gradient, binding.segment)
+        on_cpu = self.on_cpu if plain and not kept and is_alone(gradient) else None
         if on_cpu is not None and on_cpu.take(
             adopted, adopted.optimizer.param_groups[group_index], binding, gradient
         ):
@@ -156,7 +157,7 @@ class BackwardUpdates:
             return
         units: Sequence[PagedUnit | StreamedUnit] = self._take_over(binding, update, group_index)
         units = units or update.units_of(group_index, binding)
-        direct = all(isinstance(unit, StreamedUnit) for unit in units) and is_plain and not kept
+        direct = all(isinstance(unit, StreamedUnit) for unit in units) and plain and not kept
         if direct:
             self._mmu.note([slot], Phase.GRADIENT, write=True)
         else:
@@ -347,9 +348,3 @@ class BackwardUpdates:
         self._loads_seen = self._torn.num_loads
         self._open.clear()
         self.end_step()
-
-
-def _is_plain(gradient: torch.Tensor, binding: Binding) -> bool:
-    """Whether a gradient can be stepped where it lies: the parameter's dtype and layout."""
-    segment = binding.segment
-    return gradient.dtype == segment.dtype and gradient.stride() == segment.stride

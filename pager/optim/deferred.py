@@ -118,7 +118,6 @@ class Deferred:
             if units is None:
                 return
             update = self._update
-            update.adopted.engine.transfers.forget_sent()
             try:
                 with isolated(update):
                     while units:

@@ -175,21 +175,23 @@ class Update:
         pieces = cut(adopted, group, binding)
         progress = self._progress(group_index, binding, len(pieces))
         sliced = not any(piece.whole for piece in pieces)
-        through_slots = self._through_slots(binding)
+        states = {state.segment.index for state in adopted.paged_states(binding).values()}
+        self._hide_gradient(binding)
         if sliced and not self.writes_gradients and can_stream(adopted, binding, probed.state_dtypes):
-            adopted.engine.streamed |= through_slots
+            adopted.engine.streamed |= states
             progress.keep_scalars(adopted)
             units = adopted.cut_units[binding] = [StreamedUnit(progress, piece) for piece in pieces]
             return list(units)
-        adopted.engine.streamed -= through_slots
+        adopted.engine.streamed -= states
         return [PagedUnit(progress, piece) for piece in pieces]
 
-    def _through_slots(self, binding: Binding) -> set[int]:
-        """The segments of a streamed update that are nothing for pagerd."""
-        found = {state.segment.index for state in self.adopted.paged_states(binding).values()}
-        if binding.gradient is not None and binding.gradient.goes_home:
-            found.add(binding.gradient.segment.index)
-        return found
+    def _hide_gradient(self, binding: Binding) -> None:
+        """A gradient that goes home comes back through a slot, with its states: it is nothing for pagerd."""
+        slot = binding.gradient
+        if slot is not None:
+            hides = slot.goes_home and self.adopted.mmu.gradients.sends
+            streamed = self.adopted.engine.streamed
+            (streamed.add if hides else streamed.discard)(slot.segment.index)
 
     def _cut_again(self, group_index: int, binding: Binding) -> list[StreamedUnit]:
         """The streamed units of the last step for this one, their scalars not copied yet (`keep_copies`); none where it
@@ -197,13 +199,16 @@ class Update:
         """
         adopted = self.adopted
         units = adopted.cut_units.get(binding, [])
+        for unit in units:
+            adopted.engine.staging.give_back(unit)  # what was fetched for a step that came to nothing
         if self.writes_gradients or not self.take_again(group_index, binding, units):
             return []
         progress = self._progress(group_index, binding, len(units))
         progress.keep_scalars(adopted, copied=False)
         for unit in units:
             unit.progress = progress
-        adopted.engine.streamed |= self._through_slots(binding)
+        adopted.engine.streamed |= {state.segment.index for state in adopted.paged_states(binding).values()}
+        self._hide_gradient(binding)
         return list(units)
 
     def _progress(self, group_index: int, binding: Binding, num_units: int) -> Progress:
@@ -228,7 +233,6 @@ class Update:
         if units[0].progress.depends_on != adopted.cut_depends_on(group, binding):
             return False
         for unit in units:
-            adopted.engine.staging.give_back(unit)  # what was fetched for a step that came to nothing
             unit.begin_again()
         units[0].progress.look_again(adopted)
         return True

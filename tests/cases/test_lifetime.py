@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import pager
 from pager.config import Checks
 from pager.host_limit import process_bytes
+from pager.tiers.views import Views
 from tests import models
 from tests.cases.same import (
     PAGE,
@@ -129,7 +130,9 @@ def test_150_steps_use_no_more_of_anything() -> None:
         pagerd = model.pager._runtime.pagerd
         pagerd.pause()
         gc.collect()
-        tensors = sum(1 for o in gc.get_objects() if type(o) is Tensor)
+        # Slices of host memory are remembered, a bounded number of them: which there are by now is a matter of timing.
+        remembered = sum(len(o) for o in gc.get_objects() if type(o) is Views)
+        tensors = sum(1 for o in gc.get_objects() if type(o) is Tensor) - remembered
         pagerd.resume()
         statistics = model.pager.statistics()
         return {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -226,3 +228,40 @@ def test_norms_in_a_frozen_layer() -> None:
         with fused_kernels_on_meta():
             functional.rms_norm(x, (64,), weight).sum().backward()
         assert (x.grad is not None, weight.grad is not None) == (x_wanted, weight_wanted)
+
+
+@needs_fused_norm
+def test_heads_that_were_moved_forward_are_contiguous_to_torch() -> None:
+    """A view (batch, heads, sequence, width) of (batch, sequence, heads, width)."""
+    heads = made(2, 32, 4, 64).detach().transpose(1, 2).requires_grad_(True)
+    with fused_kernels_on_meta():
+        seen, saved = norm(heads, made(64))
+    assert "pow" not in seen
+    assert len(saved) == 3
+
+
+@needs_fused_norm
+def test_a_gradient_of_a_gradient_goes_through_the_norm() -> None:
+    """The step with a penalty on gradients accesses each weight as without the fused kernel."""
+    rows = []
+    for context in (fused_kernels_on_meta, contextlib.nullcontext):
+        x, weight = made(2, 32, 64), made(64)
+        with context():
+            output = functional.rms_norm(x, (64,), weight)
+            (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            assert gradient.requires_grad
+            gradient.square().sum().backward()
+        rows.append((x.grad is not None, weight.grad is not None))
+    assert rows == [(True, True)] * 2
+
+
+@needs_fused_norm
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_transformed_norms_are_single_steps() -> None:
+    """torch.func and forward-mode AD know no rule for the stand-in."""
+    with fused_kernels_on_meta():
+        mapped = torch.func.vmap(lambda x: functional.rms_norm(x, (64,)))(made(2, 32, 64))
+        assert mapped.shape == (2, 32, 64)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(made(32, 64), made(32, 64).detach())
+            assert functional.rms_norm(dual, (64,)).shape == (32, 64)

@@ -104,6 +104,23 @@ def test_the_heap_is_trimmed_as_often_as_it_has_grown_over_the_budget(
     assert homes.pageable == 0, "what else can be given back has not been tried"
 
 
+def test_in_the_midst_of_a_step_the_heap_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, used=99 * MIB)
+    trimmed: list[int] = []
+    monkeypatch.setattr(host_cap, "_trim_heap", lambda: trimmed.append(machine.used))
+    cap, homes = make_cap(machine, 100 * MIB, pageable=10 * MIB)
+    cap.look_in_step()
+    assert trimmed == [99 * MIB]
+    machine.used = 120 * MIB
+    cap.look_in_step()
+    assert trimmed == [99 * MIB, 120 * MIB]
+    monkeypatch.setattr(host_cap, "SECONDS_BETWEEN_LOOKS", 1000.0)
+    machine.used = 140 * MIB
+    cap.look_in_step()
+    assert len(trimmed) == 2
+    assert homes.pageable == 10 * MIB
+
+
 def test_when_other_processes_eat_the_memory_it_is_given_back_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import pager
 from pager.config import Checks
 from pager.engine.engine import Engine
 from pager.mmu.binding import Binding
+from pager.mmu.clipping import MAX_IDLE_STEPS
 from pager.page_table import PageTable
 from tests.engine_rig import PAGE, make_filled
 from tests.races.scenarios import (
@@ -81,6 +82,27 @@ def accumulate_a_gradient_at_home() -> None:
     assert plain.weight.grad is not None
     check_tensors([layer.weight.grad + 0], [plain.weight.grad], "gradient")
     handle_of(layer).close()
+
+
+def clip_again_after_a_while() -> None:
+    """The norm that was taken of the last gradient while the user clipped is not that of one that went home since."""
+    layer: Any = make_managed_layer(skip_only(None))
+    plain = nn.Linear(96, 96, bias=False)
+    layer.weight._pager.gradient.goes_home = True
+    try:
+        for number in (1.0, 2.0, 3.0):
+            for module in (layer, plain):
+                module.zero_grad()
+                module(torch.full((1, 96), number)).sum().backward()
+            if number == 1.0:
+                handle_of(layer).clip_grad_norm_(1e9)
+            if number == 2.0:
+                for _ in range(MAX_IDLE_STEPS + 1):
+                    layer.weight._pager.mmu.clipping.end_step()
+        found = handle_of(layer).clip_grad_norm_(1e9)
+        check_tensors([found], [nn.utils.clip_grad_norm_(plain.parameters(), 1e9, foreach=False)], "norm")
+    finally:
+        handle_of(layer).close()
 
 
 class ClipsInPlace(torch.optim.SGD):
@@ -231,6 +253,7 @@ CONTROLS: dict[str, Callable[[], None]] = {
     "engine/leases.py:Leases.mark_dirty:mark_dirty": write_in_place,
     "engine/leases.py:Leases.wrote:mark_dirty": train_streaming,
     "mmu/gradient.py:Gradients.add:bump_version": accumulate_a_gradient_at_home,
+    "mmu/gradient.py:Gradients._send_home:bump_version": clip_again_after_a_while,
     "mmu/clipping.py:Clipping._count_write:bump_version": clip_under_a_graph,
     "mmu/special.py:_set:bump_version": set_between_forward_and_backward,
     "mmu/values.py:store:bump_version": load_between_forward_and_backward,

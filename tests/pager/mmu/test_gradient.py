@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pager.engine.engine import Engine
 from pager.engine.reclaim import Reclaimer
-from pager.mmu.gradient import Gradients
+from pager.mmu.gradient import Gradients, is_plain
 from pager.mmu.mmu import Mmu
 from tests.cases.same import Report, check_same, manage
 from tests.pager.optim.waiting import CHECKS, backward, make_adamw, make_net
@@ -327,4 +329,189 @@ def test_its_norm_is_taken_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Mmu, "fault", fault)
     model.pager.clip_grad_norm_(0.1)
     assert not brought
+    model.pager.close()
+
+
+# -- whose memory it is --------------------------------------------------------------------------------------------
+
+
+class Overwrites(nn.Module):
+    """Hooks keep what shares the gradients' memory, and ``spoil`` writes to it when the step is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.seen: list[torch.Tensor] = []
+        for weight in self.net.parameters():
+            weight.register_hook(lambda gradient: self.seen.append(gradient.detach()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.net(x)
+        return output
+
+    def spoil(self) -> None:
+        """Torch has used the gradients by now."""
+        for gradient in self.seen:
+            gradient.fill_(float("nan"))
+        self.seen.clear()
+
+
+def test_a_gradient_whose_memory_somebody_has_is_copied() -> None:
+    """Autograd counts who refers to the tensor, not to its memory."""
+
+    def script(model: Any, report: Report) -> None:
+        optimizer = make_adamw(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.spoil()
+        report("weights", list(model.parameters()))
+
+    check_same(Overwrites, script, device_budget=BUDGET, checks=CHECKS)
+
+
+def test_a_gradient_that_begins_as_a_view_is_copied() -> None:
+    def script(model: Any, report: Report) -> None:
+        optimizer = make_adamw(model)
+        buffers = [torch.empty(96 * 96) for _ in model.layers]
+        for step in range(4):
+            for buffer in buffers:
+                buffer.copy_(torch.arange(96.0 * 96) * (step + 1))
+            torch.autograd.backward([layer.weight.view(-1) for layer in model.layers], buffers)
+            optimizer.step()
+            optimizer.zero_grad()
+            for buffer in buffers:
+                buffer.fill_(float("nan"))
+        report("weights", list(model.parameters()))
+
+    check_same(make_net, script, device_budget=BUDGET, checks=CHECKS)
+
+
+def test_what_the_cpu_updates_with_is_nobody_elses() -> None:
+    model: Any = Overwrites()
+    optimizer = make_adamw(model)
+    manage(model, optimizer, device_budget=BUDGET, checks=CHECKS, update_at="backward", update_on="cpu")
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.spoil()
+    assert all(bool(torch.isfinite(param + 0).all()) for param in model.parameters())
+    model.pager.close()
+
+
+class Complex(nn.Module):
+    """Its gradients come as lazy conjugates: their memory does not hold their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ParameterList(torch.randn(48, 96, dtype=torch.complex64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.layers:
+            x = x + (weight.conj() * x) * 0.1
+        return x
+
+
+@pytest.mark.parametrize("budget", ["528KiB", "608KiB"])
+def test_a_lazy_conjugate_is_resolved(budget: str) -> None:
+    def script(model: Any, report: Report) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(48, 96, dtype=torch.complex64)).abs().square().sum().backward()
+            report("gradients", [param.grad for param in model.parameters()])
+            optimizer.step()
+
+    check_same(Complex, script, device_budget=budget, checks=CHECKS)
+
+
+def test_only_memory_that_holds_the_values_is_plain() -> None:
+    segment = manage_net().layers[1].weight._pager.gradient.segment
+    pair = torch.randn(96, 96, dtype=torch.complex64)
+    assert is_plain(torch.ones(96, 96), segment)
+    assert not is_plain(torch.ones(96, 96).t(), segment)
+    assert not is_plain(torch.ones(96, 96, dtype=torch.float64), segment)
+    negated = torch._neg_view(torch.ones(96, 96))
+    assert negated.is_neg()
+    assert not is_plain(negated, segment)
+    assert not is_plain(pair.conj(), segment)
+
+
+# -- accumulation, memory, interrupts ------------------------------------------------------------------------------
+
+
+def test_while_gradients_are_added_up_none_is_sent() -> None:
+    """Each would have to come back. pagerd brings those that were thrown out, as it does where weights stream."""
+    model = manage_net()
+    optimizer = train(model, 2)
+    engine, gradients = model.pager._runtime.engine, model.pager._runtime.mmu.gradients
+    hidden = {slot.segment.index for slot in slots_of(model) if slot.goes_home}
+    assert hidden <= engine.streamed
+    for _ in range(2):
+        assert gradients.sends
+        backward(model, 3)
+        assert not gradients.sends
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not hidden & engine.streamed
+        backward(model, 4)
+        assert not gradients.sends, "the last step added them up"
+        optimizer.step()
+        optimizer.zero_grad()
+        assert gradients.sends
+        backward(model, 5)
+    model.pager.close()
+
+
+class OnesOwn(torch.optim.AdamW):
+    """Not torch's: its updates run in ``step()``."""
+
+
+def test_what_is_home_is_not_kept_by_who_goes_on() -> None:
+    for make in (make_adamw, lambda model: OnesOwn(model.parameters())):
+        model = manage_net()
+        optimizer = make(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+        optimizer.zero_grad()
+        assert any(going_home(model))
+        model(torch.ones(2, 96))
+        assert not model.pager._runtime.engine.transfers.has_sent
+        model.pager.close()
+
+
+@pytest.mark.parametrize("where", ["sent", "added"])
+def test_an_interrupt_takes_no_gradient_twice(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that is held back while a gradient is taken raises right after it."""
+    model, plain = manage_net(), make_net()
+    optimizers = [train(each, 2) for each in (model, plain)]
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = each(torch.ones(2, 96)).square().sum()
+        if each is plain:
+            loss.backward()
+            continue
+        name = "send_home" if where == "sent" else "acquire_all"
+        original = getattr(Engine, name)
+
+        def interrupted(engine: Engine, *args: Any, original: Any = original, **options: Any) -> Any:
+            result = original(engine, *args, **options)
+            if where == "sent" or "the gradient of" in args[1]:
+                monkeypatch.undo()
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        monkeypatch.setattr(Engine, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    for managed, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        if managed.grad is not None:
+            torch.testing.assert_close(managed.grad + 0, expected.grad, rtol=0, atol=0)
     model.pager.close()
