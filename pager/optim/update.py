@@ -175,22 +175,22 @@ class Update:
         pieces = cut(adopted, group, binding)
         progress = self._progress(group_index, binding, len(pieces))
         sliced = not any(piece.whole for piece in pieces)
-        states = {state.segment.index for state in adopted.paged_states(binding).values()}
-        self._hide_gradient(binding)
         if sliced and not self.writes_gradients and can_stream(adopted, binding, probed.state_dtypes):
-            adopted.engine.streamed |= states
+            self._leave_to_slots(binding, streams=True)
             progress.keep_scalars(adopted)
             units = adopted.cut_units[binding] = [StreamedUnit(progress, piece) for piece in pieces]
             return list(units)
-        adopted.engine.streamed -= states
+        self._leave_to_slots(binding, streams=False)
         return [PagedUnit(progress, piece) for piece in pieces]
 
-    def _hide_gradient(self, binding: Binding) -> None:
-        """A gradient that goes home comes back through a slot, with its states: it is nothing for pagerd."""
+    def _leave_to_slots(self, binding: Binding, *, streams: bool) -> None:
+        """What of an update is nothing for pagerd: where it streams, the states, and a gradient that went home."""
+        streamed = self.adopted.engine.streamed
+        states = {state.segment.index for state in self.adopted.paged_states(binding).values()}
+        (streamed.update if streams else streamed.difference_update)(states)
         slot = binding.gradient
         if slot is not None:
-            hides = slot.goes_home and self.adopted.mmu.gradients.sends
-            streamed = self.adopted.engine.streamed
+            hides = streams and slot.goes_home and self.adopted.mmu.gradients.sends
             (streamed.add if hides else streamed.discard)(slot.segment.index)
 
     def _cut_again(self, group_index: int, binding: Binding) -> list[StreamedUnit]:
@@ -207,8 +207,7 @@ class Update:
         progress.keep_scalars(adopted, copied=False)
         for unit in units:
             unit.progress = progress
-        adopted.engine.streamed |= {state.segment.index for state in adopted.paged_states(binding).values()}
-        self._hide_gradient(binding)
+        self._leave_to_slots(binding, streams=True)
         return list(units)
 
     def _progress(self, group_index: int, binding: Binding, num_units: int) -> Progress:
