@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -118,7 +119,10 @@ def test_a_disk_that_stays_sick_loses_nothing(
     assert len(states) == len(saved)
     assert not any(state.isnan().any() for state in states)
     medium.heal()
-    model.pager.close()
+    # A write in the background that failed before, and was not told yet, is told when everything is out.
+    with contextlib.suppress(TierIOError):
+        model.pager.close()
+    assert all(map(torch.equal, saved, model.state_dict().values()))
 
 
 def test_short_reads_and_writes_are_gone_on_from(
