@@ -32,9 +32,8 @@ BATCH_SHARE = 16
 class Placement:
     """bool per parameter: ``stays`` (its weight is on the device for good), ``wired`` (it is so and has no home below),
     ``keeps_states`` (its states are on the device, and have a home below), ``on_cpu`` (the CPU updates it), ``beside``
-    (its gradient may be lent to an update beside the backward), ``sends_gradient`` (it goes home as soon as it is made,
-    where it waits for the step), ``weight_on_disk`` and ``states_on_disk`` (where its
-    home is).
+    (its gradient may be lent to an update beside the backward), ``sends_gradient`` (its gradient waits at home for the
+    step, and goes there as soon as it is made), ``weight_on_disk`` and ``states_on_disk`` (where its home is).
     """
 
     stays: BoolArray

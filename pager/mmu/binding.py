@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -46,6 +47,19 @@ def strided_view(
     """An ordinary tensor over ``storage`` with this layout (offset in elements)."""
     view = torch.empty(0, dtype=dtype, device=storage.device)
     return view.set_(storage, offset, size, stride)
+
+
+def num_storage_users(tensor: torch.Tensor) -> int | None:
+    """How many tensors share this one's storage, itself among them; None where this torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)  # private
+    return None if count is None else 1 + int(count(tensor.untyped_storage()._cdata)) - _count_of_one()
+
+
+@functools.cache
+def _count_of_one() -> int:
+    """What torch counts for the storage of one tensor, while it is asked."""
+    tensor = torch.empty(2, device="cpu")
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -9,7 +9,6 @@ addition.
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +17,7 @@ import torch
 from pager.errors import ConfigError
 from pager.graph.access_trace import Phase
 from pager.interrupts import uninterrupted
-from pager.mmu.binding import Binding, NoTorchFunction
+from pager.mmu.binding import Binding, NoTorchFunction, num_storage_users
 from pager.mmu.clipping import scaled_copy
 from pager.mmu.parameter import PagedTensor, make_ordinary, page_tensor
 
@@ -273,15 +272,7 @@ def is_alone(grad: torch.Tensor) -> bool:
     """Whether nobody else has the memory of a gradient, and may write to it before another stream has read it. Autograd
     copies one that anybody else refers to, but not one that is a view of what somebody has.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)  # private; without it nobody knows
-    return count is not None and count(grad.untyped_storage()._cdata) <= _users_of_a_tensor()
-
-
-@functools.cache
-def _users_of_a_tensor() -> int:
-    """What torch counts for the storage of one tensor, while it is asked."""
-    tensor = torch.empty(2, device="cpu")
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return num_storage_users(grad) == 1
 
 
 def _same_layout(one: Segment, other: Segment) -> bool:

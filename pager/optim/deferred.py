@@ -20,14 +20,12 @@ Only torch's own optimizers wait. A class of the user's may look at values and r
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pager.interrupts import uninterrupted
+from pager.mmu.binding import num_storage_users
 from pager.mmu.modes import apart
 from pager.optim.units import make_stand_ins, show_scalars
 
@@ -46,18 +44,10 @@ def is_viewed(binding: Binding) -> bool:
         return num_leases > 0
     if num_leases > 1:
         return True
-    # Views of what stays share the storage of its one lease. Private; without it nothing that stays waits.
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return count is None or count(lease.untyped_storage()._cdata) > _storage_users()
-
-
-@functools.cache
-def _storage_users() -> int:
-    """What torch counts for a storage that a lease and the tensor pointed at it share, while it is asked."""
-    lease = torch.empty(2, device="cpu")
-    tensor = torch.empty(0, device="cpu")
-    tensor.data = lease.view(1, 2)
-    return int(torch._C._storage_Use_Count(lease.untyped_storage()._cdata))
+    # Views of what stays share the storage of its one lease, beside the tensor that is pointed at it. Where nobody
+    # tells how many, nothing that stays waits.
+    users = num_storage_users(lease)
+    return users is None or users > 2
 
 
 class Deferred:

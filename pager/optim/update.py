@@ -145,9 +145,11 @@ class Update:
             if on_cpu is not None and binding in on_cpu.assigned:
                 units.append(on_cpu.unit(group_index, binding))  # first: they have the longest way to go
                 continue
-            cut_again = self._cut_again(group_index, binding)
-            again += [unit.progress for unit in cut_again[:1]]
-            new = cut_again or self.units_of(group_index, binding)
+            new: Sequence[PagedUnit | StreamedUnit] = self._cut_again(group_index, binding)
+            again += [unit.progress for unit in new[:1]]
+            if not new:
+                new = self.units_of(group_index, binding)
+                adopted.cut_units[binding] = [unit for unit in new if isinstance(unit, StreamedUnit)]
             on_device.extend(new)
             # The link is at rest, and has something to do while the host goes on with this.
             is_ahead = is_ahead and self._fetch(new)
@@ -178,8 +180,7 @@ class Update:
         if sliced and not self.writes_gradients and can_stream(adopted, binding, probed.state_dtypes):
             self._leave_to_slots(binding, streams=True)
             progress.keep_scalars(adopted)
-            units = adopted.cut_units[binding] = [StreamedUnit(progress, piece) for piece in pieces]
-            return list(units)
+            return [StreamedUnit(progress, piece) for piece in pieces]
         self._leave_to_slots(binding, streams=False)
         return [PagedUnit(progress, piece) for piece in pieces]
 
@@ -208,7 +209,7 @@ class Update:
         for unit in units:
             unit.progress = progress
         self._leave_to_slots(binding, streams=True)
-        return list(units)
+        return units
 
     def _progress(self, group_index: int, binding: Binding, num_units: int) -> Progress:
         masters = self.adopted.masters
