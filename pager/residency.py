@@ -46,7 +46,8 @@ class Residency:
         self._mmu = mmu
         self._in_backward = in_backward
         self._engine: Engine = mmu.engine
-        self._chosen_for = (-1, -1)
+        self._chosen_for = (-1, -1, -1)
+        self._late_bytes = 0
         self._least_slot_bytes = 0
         self._wanted_ring_bytes = 0
         self._no_slots_in = 0
@@ -61,7 +62,7 @@ class Residency:
         engine = self._engine
         capacity = engine.arena.capacity_bytes
         self._reserve_slots()
-        now = capacity, engine.staging.num_bytes
+        now = capacity, engine.staging.num_bytes, self._late_bytes
         if self._no_slots_in == capacity:
             return
         if now == self._chosen_for:
@@ -71,18 +72,22 @@ class Residency:
         pages = sum(binding.segment.num_pages for binding in parameters)
         largest = max((binding.segment.num_pages for binding in parameters), default=0)
         page_size = engine.arena.page_size
-        room = room_for_staying(capacity, engine.staging.num_bytes, largest * page_size)
+        room = room_for_staying(
+            capacity, engine.staging.num_bytes, largest * page_size, in_backward=self._in_backward
+        )
         keep = pages * page_size <= room
         for binding in parameters:
             binding.keep = keep
         if keep:
             self._mmu.fix([binding for binding in parameters if self._can_be_fixed(binding)])
             logger.info("all parameters stay on the device, %s", format_bytes(pages * page_size))
-        # What parameters (and gradients, which wait for step()) leave goes to optimizer states.
-        waiting = (
-            0 if self._in_backward else sum(b.segment.num_pages for b in parameters if b.gradient is not None)
+        # What parameters leave, and gradients that wait (for step(), or the backward's end), goes to optimizer states.
+        waiting_bytes = (
+            self._late_bytes
+            if self._in_backward
+            else sum(b.segment.num_pages for b in parameters if b.gradient is not None) * page_size
         )
-        left = room - (pages + waiting) * page_size if keep else 0
+        left = room - pages * page_size - waiting_bytes if keep else 0
         self._keep_states(parameters, list(optimizers), left)
         if not self._in_backward:
             free = room_for_gradients(
@@ -128,6 +133,10 @@ class Residency:
     def lent_bytes(self) -> int:
         """Of gradients that may wait for their updates while the backward goes on."""
         return lent_gradient_bytes(self.activation_bytes, self._engine.arena.capacity_bytes)
+
+    def reserve_late(self, num_bytes: int) -> None:
+        """From the next choice on, have room for so many bytes of gradients that wait for the next forward."""
+        self._late_bytes = num_bytes
 
     def needs_slots(self, least_bytes: int) -> None:
         """An optimizer's updates stream through slots of at least ``least_bytes``."""

@@ -191,7 +191,7 @@ class Runtime:
             optimizers=lambda: [known for known in self.optimizers if known.alive],
             num_gradients=self.planner.num_gradients,
             on_cpu=self.on_cpu,
-            lent_bytes=self.residency.lent_bytes,
+            room=self.residency,
         )
 
     def _probe(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> ConfigError | None:

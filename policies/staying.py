@@ -44,6 +44,8 @@ BoolArray = npt.NDArray[np.bool_]
 # tensor, and a share of the arena.
 _FREE_TENSORS = 3
 _FREE_SHARE = 16
+# Where no gradients are on their way: one tensor that is used, one that comes.
+_FREE_TENSORS_IN_BACKWARD = 2
 # Staging slots: a share of the arena, but no more than lets copies, compute and copies back overlap.
 _RING_SHARE = 6
 _RING_BYTES = 2**30
@@ -191,9 +193,16 @@ def is_worth_lending(gradient_bytes: int, lent_bytes: int) -> bool:
     return lent_bytes >= _LEAST_LENT_GRADIENTS * gradient_bytes
 
 
-def room_for_staying(arena_bytes: int, ring_bytes: int, largest_bytes: int) -> int:
-    """Bytes that may stay for good, beside slots and what streaming needs; may be negative."""
-    return arena_bytes - max(_FREE_TENSORS * largest_bytes, arena_bytes // _FREE_SHARE) - ring_bytes
+def room_for_staying(
+    arena_bytes: int, ring_bytes: int, largest_bytes: int, *, in_backward: bool = False
+) -> int:
+    """Bytes that may stay for good, beside slots and what streaming needs; may be negative. ``in_backward``: updates
+    run there, so that gradients need no room, if there are slots for states.
+    """
+    free = max(_FREE_TENSORS * largest_bytes, arena_bytes // _FREE_SHARE)
+    if in_backward and ring_bytes:
+        free = _FREE_TENSORS_IN_BACKWARD * largest_bytes
+    return arena_bytes - free - ring_bytes
 
 
 def room_for_gradients(arena_bytes: int, ring_bytes: int, weights_bytes: int, largest_bytes: int) -> int:

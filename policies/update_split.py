@@ -10,6 +10,8 @@ Both sides use the same host memory, and an element takes more of it on the CPU 
 the link (20). So beside the link the CPU does only what the link leaves of the memory's bandwidth, with as few threads
 as that takes; with all of them it updates while the link rests (docs/decisions.md, 23). Where it is not known what the
 CPU does alone, a third of the threads, which take as long as the link, are faster than all (docs/decisions.md, 14).
+Where the link has something to do throughout the step (`pager.optim.late`), a fifth is faster still, and takes as long
+(docs/decisions.md, 62).
 
 Which ones: spread evenly along the backward by error diffusion. In one block at its begin they would leave the link
 idle until the first gradient of those that stream.
@@ -29,12 +31,18 @@ MAX_SHARE = 0.75
 CPU_SPAN = 0.9
 # Of the threads there are.
 THREADS_SHARE = 1 / 3
+# The same where the link does not rest between two backwards: then the CPU has the whole step for its part, and leaves
+# the link the more of the memory the longer it takes.
+STEADY_THREADS_SHARE = 1 / 5
 # Of the elements, in the order of their gradients, those among which the CPU's are. The last ones are used first in
 # the next forward, when the CPU is still at what it was given before: its last is to be used in the middle.
 LEAD = 0.6
 # Of the bytes of all gradients, room in host memory for those that come inside backward and wait for the CPU: it
 # updates a third of them, and is behind by a part of that.
 WAITING_SHARE = 1 / 6
+# Of the elements, those whose gradients wait for the next forward: each takes 2 bytes on the device, and may have to
+# take them in host memory.
+MAX_LATE = 0.08
 # Of what the CPU was late by, in elements, so much is taken off its share, but not more than a part of the whole at
 # once; after a step in which it was in time, some of what was taken off is given back.
 _LESS = 0.5
@@ -80,6 +88,23 @@ def balanced_share(
     # Most wait when the last one is given to the CPU: share - LEAD * beside the link == waiting_share
     most = (waiting_share + LEAD * at_most) / (1 + LEAD * beside * saved_seconds)
     return min(share, most, streamed_share, MAX_SHARE)
+
+
+def late_elements(
+    *,
+    rest_seconds: float,
+    stall_seconds: float,
+    link_bytes_per_second: float,
+    state_bytes: float,
+    num_elements: int,
+) -> float:
+    """Of ``num_elements``, those whose updates inside backward wait for its end (`pager.optim.late`).
+
+    As many as the link brings, ``state_bytes`` each, in the time in which it would rest; no more than it takes for the
+    device not to wait for it: ``rest_seconds`` and ``stall_seconds`` of a step without.
+    """
+    seconds = min(rest_seconds, stall_seconds)
+    return min(seconds * link_bytes_per_second / max(state_bytes, 1), MAX_LATE * num_elements)
 
 
 def rate_beside_link(alone_per_second: float, *, element_bytes: float, link_bytes_per_second: float) -> float:
@@ -131,6 +156,15 @@ class Diffusion:
         self._owed -= num_elements
 
 
+def first_of(num_elements: npt.ArrayLike, wanted_elements: float) -> BoolArray:
+    """bool: which parameters come first and have about ``wanted_elements`` together, up to the first of which less than
+    half is wanted. ``num_elements``: of each, in the order in which they come.
+    """
+    sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
+    before = np.cumsum(sizes) - sizes
+    return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
+
+
 def cpu_part(
     num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: bool, lead: float = LEAD
 ) -> BoolArray:
@@ -141,9 +175,7 @@ def cpu_part(
     """
     sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
     if not evenly:
-        before = np.cumsum(sizes) - sizes
-        # Up to the first of which less than half is wanted.
-        return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
+        return first_of(sizes, wanted_elements)
     total = int(sizes.sum())
     diffusion = Diffusion(min(max(wanted_elements / max(total, 1), 0.0), 1.0), total, lead=lead)
     taken = np.zeros(len(sizes), dtype=bool)

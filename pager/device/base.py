@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -45,6 +46,8 @@ from pager.errors import ConfigError
 if TYPE_CHECKING:
     from pager.device.happens_before import Clock, HappensBefore
 
+# Copied to measure the link with.
+_LINK_BYTES = 64 * 2**20
 SLAB_ALIGNMENT = 512  # bytes; a misaligned weight changes the bits of a product (DESIGN, "The MMU")
 
 LinkDirection = Literal["h2d", "d2h", "both"]
@@ -96,6 +99,23 @@ class Event(ABC):
         return f"<event {self.number} of {self.stream.name}>"
 
 
+class Moment(ABC):
+    """When a stream came by a place in it, made by ``Stream.moment``; on the clock of the compute."""
+
+    @abstractmethod
+    def seconds_until(self, later: Moment) -> float | None:
+        """Seconds from here to ``later``, of the same device; None as long as one of them is still to come."""
+
+
+class _HostMoment(Moment):
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def seconds_until(self, later: Moment) -> float | None:
+        assert isinstance(later, _HostMoment)
+        return later._seconds - self._seconds
+
+
 class Stream(ABC):
     """A queue of work that runs in order. ``index`` is small and dense, ``name`` is for messages."""
 
@@ -124,6 +144,12 @@ class Stream(ABC):
             if self.device.checker is not None:
                 self.device.checker.wait(self, event)
             self._wait(event, timed and self is not self.device.beside)
+
+    def moment(self) -> Moment:
+        """The moment at which everything put on this stream until now is done: on a compute stream, at once, if the
+        device is simulated.
+        """
+        return _HostMoment()
 
     def copy(
         self, dst: torch.Tensor, src: torch.Tensor, *, reads: Region | None, writes: Region | None
@@ -195,6 +221,7 @@ class Device(ABC):
     slots_out: Stream
     checker: HappensBefore | None
     skip_wait: SkipWait | None = None
+    _link_bytes_per_second: float | None = None
 
     @property
     def own_streams(self) -> tuple[Stream, ...]:
@@ -285,6 +312,12 @@ class Device(ABC):
 
         ``direction`` "both" runs the two directions at once and gives the rate of each, not their sum.
         """
+
+    def link_bytes_per_second(self) -> float:
+        """Of each direction with both at work; measured at the first call, which blocks."""
+        if self._link_bytes_per_second is None:
+            self._link_bytes_per_second = self.measure_bandwidth(_LINK_BYTES, direction="both")
+        return self._link_bytes_per_second
 
     @abstractmethod
     def drain_stall_seconds(self) -> float:

@@ -22,7 +22,16 @@ from typing import Any
 
 import torch
 
-from pager.device.base import SLAB_ALIGNMENT, Device, Event, LinkDirection, Note, Stream, call_on_release
+from pager.device.base import (
+    SLAB_ALIGNMENT,
+    Device,
+    Event,
+    LinkDirection,
+    Moment,
+    Note,
+    Stream,
+    call_on_release,
+)
 from pager.device.cuda_allocator import AllocatorCaps, use_expandable_segments
 from pager.device.happens_before import HappensBefore
 from pager.errors import PagerClosed, TierError
@@ -75,6 +84,20 @@ class CudaEvent(Event):
         self._pool.append(self._event)
 
 
+class _Moment(Moment):
+    """An event with timing. Two a step, so none is pooled."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def seconds_until(self, later: Moment) -> float | None:
+        assert isinstance(later, _Moment)
+        if not (self._event.query() and later._event.query()):
+            return None
+        return float(self._event.elapsed_time(later._event)) / 1000
+
+
 class CudaStream(Stream):
     """One torch stream."""
 
@@ -110,6 +133,9 @@ class CudaStream(Stream):
         self.native.wait_event(event.native)
         end.record(self.native)
         self.device.pending_stalls.append((begin, end))
+
+    def moment(self) -> Moment:
+        return _Moment(self.native)
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.device.check_open(self)

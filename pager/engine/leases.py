@@ -283,6 +283,19 @@ class Leases:
                     merge_fence(run.uses, {event.stream.index: event})
                 run.users = {}
 
+    def hand_over(self, segment: Segment) -> None:
+        """The current stream has used the pages for the last time, and no lease is alive: whoever is next, on whatever
+        stream, waits for it.
+        """
+        stream = self.device.current_stream()
+        self.drain()
+        with self.lock:
+            for run in self._runs[segment.index]:
+                if stream.index not in run.users:
+                    continue  # it came back from its home since
+                self._record_uses(run)
+                run.ready, run.waited, run.users = stream.record(), {stream.index}, {}
+
     def wait_for_change(self, *, stalls: bool = True) -> None:
         """Wait until a move ends (locked; the lock is free meanwhile). ``stalls``: count it as a stall."""
         started = time.perf_counter()

@@ -21,7 +21,7 @@ import logging
 import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from pager.errors import ConfigError
 from pager.graph.access_trace import Phase
 from pager.mmu.gradient import is_alone, is_plain
 from pager.optim.deferred import is_viewed, isolated
+from pager.optim.late import LateUpdates
 from pager.optim.streamed import StreamedUnit
 from pager.optim.update import Update
 from pager.optim.update_stream import UpdateStream
@@ -50,6 +51,16 @@ logger = logging.getLogger("pager.optim")
 _UNITS_AHEAD = 8
 
 
+class GradientRoom(Protocol):
+    """Who knows what device memory there is for gradients that wait."""
+
+    def lent_bytes(self) -> int:
+        """Of those that wait for their updates while the backward goes on."""
+
+    def reserve_late(self, num_bytes: int) -> None:
+        """From the next step on, have so many bytes in the arena for those that wait for the next forward."""
+
+
 class BackwardUpdates:
     """Steps the parameters of one managed model while gradients come. Called by autograd's threads."""
 
@@ -61,9 +72,9 @@ class BackwardUpdates:
         optimizers: Callable[[], Sequence[AdoptedOptimizer]],
         num_gradients: Callable[[int], int],
         on_cpu: CpuUpdates | None,
-        lent_bytes: Callable[[], int],
+        room: GradientRoom,
     ) -> None:
-        """``on_cpu`` updates what it was assigned. ``lent_bytes``: of gradients that may wait for their updates."""
+        """``on_cpu`` updates what it was assigned."""
         self._mmu = mmu
         self._torn = torn
         self._optimizers = optimizers
@@ -71,8 +82,9 @@ class BackwardUpdates:
         self._num_gradients = num_gradients
         self.accumulating = False
         self.on_cpu = on_cpu
-        self._lent_bytes = lent_bytes
-        self._stream = UpdateStream(mmu.engine.device, lent_bytes)
+        self._lent_bytes = room.lent_bytes
+        self._stream = UpdateStream(mmu.engine.device, room.lent_bytes)
+        self._late = LateUpdates(mmu, self._stream, room.reserve_late)
         self._lock = threading.RLock()
         self._owners: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
         self._known_optimizers: list[AdoptedOptimizer] = []
@@ -130,8 +142,27 @@ class BackwardUpdates:
             assert slot is not None
             if seen < self._num_gradients(slot.segment.index):
                 return False
+            if not self._order:
+                self._first_gradient()
+            self._stepped.add(binding)
+            self._order.append(binding)
+            if binding in self._late.chosen:
+                self._late.wait(binding, *owner)
+                return False
             self._step(binding, *owner, gradient)
             return True
+
+    def _first_gradient(self) -> None:
+        self._late.backward_begins()
+        if self.on_cpu is not None:
+            self.on_cpu.first_gradient()
+
+    def _update_of(self, adopted: AdoptedOptimizer) -> Update:
+        """What the updates of this backward belong to."""
+        update = self._updates.get(adopted)
+        if update is None:
+            update = self._updates[adopted] = Update(adopted, collect=False)
+        return update
 
     def _step(
         self, binding: Binding, adopted: AdoptedOptimizer, group_index: int, gradient: torch.Tensor
@@ -140,13 +171,7 @@ class BackwardUpdates:
         assert slot is not None
         self._mmu.before_access([binding])
         adopted.take_over_writes([binding])
-        update = self._updates.get(adopted)
-        if update is None:
-            update = self._updates[adopted] = Update(adopted, collect=False)
-        if self.on_cpu is not None and not self._order:
-            self.on_cpu.first_gradient()
-        self._stepped.add(binding)
-        self._order.append(binding)
+        update = self._update_of(adopted)
         kept = self._mmu.engine.has_value(slot.segment)
         plain = is_plain(gradient, binding.segment)
         on_cpu = self.on_cpu if plain and not kept and is_alone(gradient) else None
@@ -292,6 +317,8 @@ class BackwardUpdates:
         with self._lock:
             self._stream.join()
             self._open.discard(task)
+            self._late.backward_ends()
+            self._units |= self._late.run(self._update_of, self._units)
 
     def check_whole(self) -> None:
         """Raise TornStateError if a backward stopped half way."""
@@ -317,7 +344,6 @@ class BackwardUpdates:
     def end_step(self) -> None:
         """All optimizers have stepped: the next backward begins anew, most likely in the same order."""
         with self._lock:
-            self._stream.join()
             # What came under accumulate() only was used up by step(); zero_grad() does not see it.
             for binding in [found for known in self._optimizers() for found in known.bindings()]:
                 if binding not in self._stepped and binding.gradient is not None:
@@ -326,13 +352,14 @@ class BackwardUpdates:
             self._stepped.clear()
             self._updates.clear()
             self._last_order, self._order = self._order or self._last_order, []
-            self._coming = deque(self._last_order)
+            known = [
+                (binding, *self._owners[binding]) for binding in self._last_order if binding in self._owners
+            ]
+            self._late.end_step(known)
+            self._coming = deque(found for found in self._last_order if found not in self._late.chosen)
             if self.on_cpu is not None:
-                known = [
-                    (binding, *self._owners[binding]) for binding in self._coming if binding in self._owners
-                ]
-                self.on_cpu.assign(known)
-                self.on_cpu.link_rests()
+                self.on_cpu.assign([owned for owned in known if owned[0] not in self._late.chosen])
+                self.on_cpu.backward_ended(link_rests=not self._late.chosen)
             for unit, _ in self._ahead:
                 self._mmu.engine.staging.give_back(unit)
             self._ahead.clear()
@@ -347,4 +374,7 @@ class BackwardUpdates:
             return
         self._loads_seen = self._torn.num_loads
         self._open.clear()
+        with self._lock:
+            self._stream.join()
+            self._late.forget()
         self.end_step()

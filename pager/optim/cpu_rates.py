@@ -1,9 +1,9 @@
 """What the steps so far say of the CPU's part: how fast it is, beside the link and alone, and whether it was late.
 
-A step, as seen from here: it ends (``end_step``), the link rests until the first gradient of the next (``link_rests``,
-``first_gradient``; only where updates run inside backward does anybody know that), and somebody may stand still for
-an update that is not done (``was_waited_for``), or the device do one because there is no room in host memory for more
-gradients that wait (``was_refused``). Jobs are counted as they end, on the pool's threads.
+A step, as seen from here: it ends (``end_step``), the link may rest until the first gradient of the next
+(``backward_ended``, ``first_gradient``; only where updates run inside backward does anybody know that), and somebody
+may stand still for an update that is not done (``was_waited_for``), or the device do one because there is no room in
+host memory for more gradients that wait (``was_refused``). Jobs are counted as they end, on the pool's threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class CpuRates:
         self.rest_seconds = 0.0
         # By how much the CPU's share is to be less for what it was late by.
         self.less = 0.0
-        self.knows_rest = False
+        # Whether the link rests between two backwards; None where nobody knows.
+        self.link_rests: bool | None = None
         # Steps that had a part for the CPU.
         self.num_steps = 0
         self._step_ended: float | None = None
@@ -92,7 +93,7 @@ class CpuRates:
         seconds = max(time.perf_counter() - self._step_ended - self._late_seconds, 0.0)
         self.rest_seconds = (seconds + (self.rest_seconds or seconds)) / 2
 
-    def link_rests(self) -> None:
-        """The backward is over: until its next gradient host memory is the CPU's alone."""
+    def backward_ended(self, *, link_rests: bool) -> None:
+        """The backward is over. ``link_rests``: until its next gradient host memory is the CPU's alone."""
         with self._lock:
-            self.knows_rest, self._rest_began = True, time.perf_counter()
+            self.link_rests, self._rest_began = link_rests, time.perf_counter() if link_rests else None

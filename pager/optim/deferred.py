@@ -24,6 +24,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pager.interrupts import uninterrupted
 from pager.mmu.binding import num_storage_users
 from pager.mmu.modes import apart
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from pager.mmu.binding import Binding
     from pager.optim.streamed import StreamedUnit
     from pager.optim.update import Update
+    from pager.optim.update_stream import UpdateStream
 
 
 def is_viewed(binding: Binding) -> bool:
@@ -126,6 +129,15 @@ class Deferred:
         """Finish all that is left, in order."""
         while self._units:
             self.run(next(iter(self._units)))
+
+    def run_beside(self, stream: UpdateStream) -> None:
+        """Enqueue all of it, in order, on the stream beside the compute."""
+        for binding, units in list(self._units.items()):
+            scalars = [
+                value for value in units[0].progress.scalars.values() if isinstance(value, torch.Tensor)
+            ]
+            with stream.lend(None, scalars):
+                self.run(binding)
 
     def give_back(self) -> None:
         """What was fetched ahead is not wanted now."""

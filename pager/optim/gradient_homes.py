@@ -32,8 +32,8 @@ class GradientHomes:
         self._homes = homes
         self._settle = settle
         self._is_reserved: bool | None = None
-        # Of the bytes of all gradients, those set aside.
-        self.share = WAITING_SHARE
+        # Of the bytes of all gradients, those set aside. Gradients that wait in step() have homes of their own.
+        self.waiting_share = 1.0
         self._pool_bytes = 0
         self._lent: list[tuple[Binding, Job | None]] = []
 
@@ -55,7 +55,7 @@ class GradientHomes:
             sizes = [gradient.segment.num_bytes for gradient in gradients]
             self._pool_bytes = max(int(WAITING_SHARE * sum(sizes)), _LEAST_GRADIENTS * max(sizes, default=0))
             self._is_reserved = self._reserve(self._pool_bytes)
-            self.share = self._pool_bytes / max(sum(sizes), 1)
+            self.waiting_share = self._pool_bytes / max(sum(sizes), 1)
         return self._is_reserved
 
     def _reserve(self, num_bytes: int) -> bool:

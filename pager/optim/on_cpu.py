@@ -38,6 +38,7 @@ from pager.optim.deferred import is_viewed
 from pager.optim.masters import LOW
 from pager.page_table import Home
 from pager.policies.update_split import (
+    STEADY_THREADS_SHARE,
     Diffusion,
     balanced_share,
     num_slices,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 # Where torch does not know it (2.6), AdamW's weight decay is decoupled and Adam's is not, whatever a group says.
 _READS_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
-_LINK_BYTES = 64 * 2**20
 # An assignment serves until the share has changed by this part of itself.
 _STEADY_SHARE = 0.1
 
@@ -80,7 +80,6 @@ class CpuUpdates:
         self.rates = CpuRates()
         # What the link leaves of host memory, in elements per second.
         self._rate_beside = 0.0
-        self._link_bytes_per_second: float | None = None
         self._largest_bytes = 0
 
     # -- which -------------------------------------------------------------------------------------
@@ -148,8 +147,7 @@ class CpuUpdates:
         return homes.reserve(all_of_them) if self._fixed_share is None else homes.settle(gradient)
 
     def _find_share(self, order: Sequence[tuple[Binding, AdoptedOptimizer, int]], total: int) -> float:
-        if self._link_bytes_per_second is None:
-            self._link_bytes_per_second = self._engine.device.measure_bandwidth(_LINK_BYTES, direction="both")
+        link = self._engine.device.link_bytes_per_second()
         streamed = state_bytes = sent_bytes = 0
         for binding, adopted, _ in order:
             count = binding.segment.num_elements
@@ -160,23 +158,22 @@ class CpuUpdates:
             sent_bytes += binding.segment.num_bytes
         rates = self.rates
         beside = alone = rates.per_second
-        if rates.alone_per_second:
+        if rates.link_rests and rates.alone_per_second:
             # States and weight are read and written, the gradient read; gradient and weight cross the link besides.
             element_bytes = 2 * state_bytes / max(streamed, 1) + 5 * sent_bytes / total
             alone = rates.alone_per_second
             beside = self._rate_beside = rate_beside_link(
-                alone, element_bytes=element_bytes, link_bytes_per_second=self._link_bytes_per_second
+                alone, element_bytes=element_bytes, link_bytes_per_second=link
             )
         share = balanced_share(
             streamed_share=streamed / total,
             state_bytes=state_bytes / max(streamed, 1),
             sent_bytes=sent_bytes / total,
-            link_bytes_per_second=self._link_bytes_per_second,
+            link_bytes_per_second=link,
             elements_per_second=beside,
             alone_per_second=alone,
-            rest_seconds=rates.rest_seconds / total,
-            # Gradients that wait in step() have homes of their own.
-            waiting_share=self._gradient_homes.share if rates.knows_rest else 1.0,
+            rest_seconds=rates.rest_seconds / total if rates.link_rests else 0.0,
+            waiting_share=self._gradient_homes.waiting_share,
         )
         return max(share - rates.less, 0.0)
 
@@ -186,10 +183,10 @@ class CpuUpdates:
         if self._pool is not None:
             self._pool.limit(self._num_threads_beside_link(self._pool))
 
-    def link_rests(self) -> None:
-        """The backward is over: until its next gradient host memory is the CPU's alone."""
-        self.rates.link_rests()
-        if self._pool is not None:
+    def backward_ended(self, *, link_rests: bool) -> None:
+        """``link_rests``: until the next gradient host memory is the CPU's alone."""
+        self.rates.backward_ended(link_rests=link_rests)
+        if self._pool is not None and link_rests:
             self._pool.limit(self._pool.num_threads)
 
     def _can_update(self, binding: Binding, adopted: AdoptedOptimizer, group: Mapping[str, Any]) -> bool:
@@ -354,8 +351,10 @@ class CpuUpdates:
     def _num_threads_beside_link(self, pool: UpdatePool) -> int:
         if self._fixed_share is not None:
             return pool.num_threads  # nothing to speak of streams beside it
-        if not self.rates.knows_rest:
+        if self.rates.link_rests is None:
             return num_threads_beside_link(pool.num_threads)
+        if not self.rates.link_rests:
+            return num_threads_beside_link(pool.num_threads, STEADY_THREADS_SHARE)
         # Until it is known what the CPU does alone it is held back, so that something is left to measure by.
         return num_threads_beside_link(
             pool.num_threads, self._rate_beside / (self.rates.alone_per_second or 1.0)

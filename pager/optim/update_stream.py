@@ -13,7 +13,8 @@ So updates are put on the stream ``Device.beside``, and what they read meanwhile
 2. take   what is lent comes back when its event has passed; where more than so many bytes are lent, the compute stream
    back   waits for the oldest: back-pressure instead of storage
 3. join   at the end of the backward the compute stream waits for all of it: whoever reads a parameter, a state or a
-          step count from then on, or frees one, comes after the update
+          step count from then on, or frees one, comes after the update (what is enqueued then, `pager.optim.late`,
+          reads pages and tensors of its own only, and is waited for at the end of the next one)
 
 Pages need none of this: the engine orders every use of them by events, whatever stream it is on.
 """
@@ -57,9 +58,9 @@ class UpdateStream:
         self.num_bytes = 0
 
     @contextlib.contextmanager
-    def lend(self, gradient: torch.Tensor, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Compute on the stream beside, behind what is on the current one. ``gradient`` and ``others``, tensors on the
-        device that the work reads or writes, are kept until it is done.
+    def lend(self, gradient: torch.Tensor | None, others: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Compute on the stream beside, behind what is on the current one. ``gradient`` (None for one in pages) and
+        ``others``, tensors on the device that the work reads or writes, are kept until it is done.
         """
         owner, beside = self._device.current_stream(), self._device.beside
         number = self._numbers.popleft() if self._numbers else len(self._loans)
@@ -73,7 +74,9 @@ class UpdateStream:
             # Also after an exception: kernels may be under way.
             with uninterrupted():
                 beside.touch(region, write=False)
-                loan = _Loan(beside.record(), owner, (gradient, *others), gradient.nbytes, region)
+                tensors = others if gradient is None else [gradient, *others]
+                num_bytes = 0 if gradient is None else gradient.nbytes
+                loan = _Loan(beside.record(), owner, tuple(tensors), num_bytes, region)
                 self._loans.append(loan)
                 self.num_bytes += loan.num_bytes
         self._take_back()

@@ -45,7 +45,7 @@ def test_alone_is_what_was_done_while_the_link_rested(clock: Clock) -> None:
     rates = CpuRates()
     clock.now = 110.0
     rates.count(100.0, 10)  # beside the link: one a second
-    rates.link_rests()
+    rates.backward_ended(link_rests=True)
     clock.now = 112.0
     rates.count(101.0, 10)  # began long ago; since the link rests, five a second
     rates.first_gradient()
@@ -55,7 +55,7 @@ def test_alone_is_what_was_done_while_the_link_rested(clock: Clock) -> None:
     assert rates.per_second == pytest.approx(28 / 20)
     assert rates.alone_per_second == pytest.approx(5)
     # The next step's rate alone is 15: half of the way.
-    rates.link_rests()
+    rates.backward_ended(link_rests=True)
     clock.now = 122.0
     rates.count(120.0, 30)
     rates.end_step(100)

@@ -1,0 +1,267 @@
+"""Updates that wait for the end of the backward, so that the link does not rest in the next forward.
+
+The problem. With ``update_at="backward"`` states stream while gradients come. Where the link is the wall it is busy
+throughout the backward, and has nothing to do from its end to the first gradient of the next one: the slots are full,
+all weights are there. To bring more states ahead, or let written ones wait, takes as much device memory as it moves.
+A gradient takes a fifth of that (2 bytes of an element whose states are 10).
+
+So some gradients are kept, those of the parameters that the next forward uses last, and at the end of the backward
+
+1. begin   their step counts, which the user can see, move on at once, on the compute stream
+2. run     their updates are enqueued, all of them, on the stream beside the compute, where each waits for its states
+3. use     whoever touches a parameter waits, on its stream, for the update that wrote it
+
+How many: as many as the link gets done in the time in which it rested, or in that for which the compute stood still if
+that is less (`pager.policies.update_split`). Both are measured in steps without. What rests is measured between two
+places in the compute stream, so what the host waits for (data, an evaluation) counts as well; the shortest counts.
+
+Only where all weights stay on the device. Else the link has weights to bring in the forward, and those of these
+updates would push out what it uses first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pager.errors import BudgetError
+from pager.optim.deferred import Deferred, is_viewed, isolated
+from pager.optim.shadow import may_wait
+from pager.optim.streamed import StreamedUnit
+from pager.optim.units import keep_copies
+from pager.page_table import Home
+from pager.policies.update_split import first_of, late_elements
+from pager.units import format_bytes
+
+if TYPE_CHECKING:
+    from pager.address_space import Segment
+    from pager.device.base import Moment
+    from pager.mmu.binding import Binding
+    from pager.mmu.mmu import Mmu
+    from pager.optim.adopted import AdoptedOptimizer
+    from pager.optim.units import PagedUnit, Progress
+    from pager.optim.update import Update
+    from pager.optim.update_stream import UpdateStream
+
+logger = logging.getLogger("pager.optim")
+
+# The first steps compile, page-lock, and give the arena its size; then so many are measured.
+_WARM_UP_STEPS = 3
+_MEASURED_STEPS = 3
+# What was chosen serves until the link rests for this part of the time.
+_STEADY = 0.8
+
+Owned = tuple["Binding", "AdoptedOptimizer", int]
+
+
+class LateUpdates:
+    """Which updates of one managed model are late, and the gradients that wait for theirs in this backward."""
+
+    def __init__(self, mmu: Mmu, stream: UpdateStream, reserve: Callable[[int], None]) -> None:
+        """``reserve``: have so many bytes of the arena for gradients that wait, from the next step on."""
+        self._mmu = mmu
+        self._engine = mmu.engine
+        self._stream = stream
+        self._reserve = reserve
+        self.chosen: frozenset[Binding] = frozenset()
+        # What there is, or will be, room for.
+        self._reserved_bytes = 0
+        self._waiting: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
+        # Of steps without late updates in an arena of this size.
+        self._measured_for = -1
+        self._num_steps = 0
+        self._stalls: list[float] = []
+        self._stall_seconds = 0.0
+        # From the end of a backward to the first gradient of the next: the last ones, and the shortest.
+        self._rests: deque[tuple[Moment, Moment]] = deque(maxlen=_MEASURED_STEPS)
+        self._rest_seconds: float | None = None
+        self._chosen_for_seconds = 0.0
+        self._ended: Moment | None = None
+
+    # -- when the link rests -----------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """The first gradient is here."""
+        if self._ended is not None:
+            self._rests.append((self._ended, self._engine.device.current_stream().moment()))
+            self._ended = None
+
+    def backward_ends(self) -> None:
+        """The compute has all of the backward, and of the updates in it, behind it."""
+        self._ended = self._engine.device.current_stream().moment()
+
+    # -- which -------------------------------------------------------------------------------------
+
+    def end_step(self, order: Sequence[Owned]) -> None:
+        """Decide about the next step. ``order``: all parameters that were updated in backward, each with optimizer and
+        group, in the order of their gradients.
+        """
+        self._measure()
+        wanted = self._wanted_elements(order)
+        sizes = [binding.segment.num_elements for binding, *_ in order]
+        able = [wanted > 0 and self._may_be_late(binding, adopted) for binding, adopted, _ in order]
+        late = first_of([size if fits else 0 for size, fits in zip(sizes, able, strict=True)], wanted)
+        planned = frozenset(order[index][0] for index in range(len(order)) if late[index] and able[index])
+        num_bytes = sum(binding.segment.num_pages * binding.segment.page_size for binding in planned)
+        if num_bytes > self._reserved_bytes:
+            self.chosen = frozenset()  # until the next choice of what stays has left room
+        elif planned != self.chosen:
+            self.chosen = frozenset(binding for binding in planned if self._settle(binding))
+            logger.debug("%s of gradients wait for the next forward", format_bytes(num_bytes))
+        self._reserved_bytes = num_bytes
+        self._reserve(num_bytes)
+
+    def _measure(self) -> None:
+        capacity = self._engine.arena.capacity_bytes
+        if capacity != self._measured_for:
+            self._measured_for, self._num_steps = capacity, 0
+            self._stalls.clear()
+            self._rests.clear()
+            self._rest_seconds = None
+            self._chosen_for_seconds = 0.0
+        self._num_steps += 1
+        before, self._stall_seconds = self._stall_seconds, self._engine.counters.stall_seconds
+        if self._num_steps <= _WARM_UP_STEPS:
+            self._rests.clear()
+        elif len(self._stalls) < _MEASURED_STEPS:
+            self._stalls.append(self._stall_seconds - before)
+        while self._rests:
+            seconds = self._rests[0][0].seconds_until(self._rests[0][1])
+            if seconds is None:
+                return
+            self._rests.popleft()
+            self._rest_seconds = min(seconds, self._rest_seconds or seconds)
+
+    def _wanted_elements(self, order: Sequence[Owned]) -> float:
+        if len(self._stalls) < _MEASURED_STEPS or self._rest_seconds is None:
+            return 0.0
+        if not _STEADY * self._chosen_for_seconds <= self._rest_seconds <= self._chosen_for_seconds:
+            self._chosen_for_seconds = self._rest_seconds
+        streamed = state_bytes = 0
+        for binding, adopted, _ in order:
+            states = adopted.paged_states(binding).values()
+            if states and not any(state.keep for state in states):
+                streamed += binding.segment.num_elements
+                state_bytes += sum(state.segment.num_bytes for state in states)
+        if not streamed:
+            return 0.0
+        return late_elements(
+            rest_seconds=self._chosen_for_seconds,
+            stall_seconds=sum(self._stalls) / len(self._stalls),
+            link_bytes_per_second=self._engine.device.link_bytes_per_second(),
+            state_bytes=state_bytes / streamed,
+            num_elements=sum(binding.segment.num_elements for binding, *_ in order),
+        )
+
+    def _may_be_late(self, binding: Binding, adopted: AdoptedOptimizer) -> bool:
+        """Whether the parameter stays on the device, and its states stream from host memory."""
+        states = adopted.paged_states(binding)
+        if binding.fixed is None or not states or not may_wait(type(adopted.optimizer)):
+            return False
+        table = self._engine.table
+        return adopted.stages(binding) and all(
+            not state.keep
+            and int(table.home[state.segment.first_page]) == Home.HOST
+            and self._engine.has_value(state.segment)
+            for state in states.values()
+        )
+
+    def _settle(self, binding: Binding) -> bool:
+        """Whether its gradient has a home: who is kept may have to leave."""
+        assert binding.gradient is not None
+        try:
+            self._mmu.gradients.settle(binding.gradient)
+        except BudgetError:
+            return False
+        return True
+
+    # -- one backward ------------------------------------------------------------------------------
+
+    def wait(self, binding: Binding, adopted: AdoptedOptimizer, group_index: int) -> None:
+        """The final gradient of a parameter that was chosen is here, and is being kept."""
+        self._waiting[binding] = (adopted, group_index)
+
+    def forget(self) -> None:
+        """Values were loaded after a backward that stopped half way: the gradients that wait are of no use."""
+        while self._waiting:
+            self._mmu.gradients.set(next(iter(self._waiting)), None)
+            self._waiting.popitem()
+
+    def run(
+        self,
+        update_of: Callable[[AdoptedOptimizer], Update],
+        units_before: Mapping[Binding, list[StreamedUnit]],
+    ) -> dict[Binding, list[StreamedUnit]]:
+        """The backward is over: put the updates of all that wait on the stream beside. The units of each.
+
+        ``units_before``: of the last step, which serve again where the cut would be the same.
+        """
+        waiting, self._waiting = self._waiting, {}
+        made: dict[Binding, list[StreamedUnit]] = {}
+        for adopted in dict.fromkeys(adopted for adopted, _ in waiting.values()):
+            update = update_of(adopted)
+            bindings = [binding for binding, owner in waiting.items() if owner[0] is adopted]
+            adopted.finish_deferred()
+            adopted.take_over_writes(bindings)
+            later: list[StreamedUnit] = []
+            again: list[Progress] = []
+            # What the next forward uses first comes first.
+            for binding in sorted(bindings, key=adopted.next_use):
+                units = self._units(
+                    update, binding, waiting[binding][1], units_before.get(binding, []), again
+                )
+                if self._may_run_later(adopted, binding, units):
+                    made[binding] = [unit for unit in units if isinstance(unit, StreamedUnit)]
+                    later += made[binding]
+                    self._engine.hand_over(_gradient_of(binding))
+                    continue
+                with isolated(update):
+                    for unit in units:
+                        unit.run(update)
+                self._engine.discard(_gradient_of(binding))
+            keep_copies(again)
+            if later:
+                adopted.deferred = deferred = Deferred(update, later)
+                deferred.begin()
+                for binding in made:
+                    deferred.release(binding)  # as all gradients that backward has used up
+                deferred.run_beside(self._stream)
+        return made
+
+    def _units(
+        self,
+        update: Update,
+        binding: Binding,
+        group_index: int,
+        before: list[StreamedUnit],
+        again: list[Progress],
+    ) -> Sequence[PagedUnit | StreamedUnit]:
+        self._mmu.before_access([binding])
+        units: Sequence[PagedUnit | StreamedUnit] = before
+        if update.take_again(group_index, binding, before) and update.adopt_units(
+            group_index, binding, before
+        ):
+            again.append(before[0].progress)
+        else:
+            units = update.units_of(group_index, binding)
+        for unit in units:
+            unit.is_noted = True  # the trace has updates after the backward, not in it
+            if isinstance(unit, StreamedUnit):
+                unit.comes_with(None)
+        return units
+
+    def _may_run_later(
+        self, adopted: AdoptedOptimizer, binding: Binding, units: Sequence[PagedUnit | StreamedUnit]
+    ) -> bool:
+        """Whether nobody sees when these units run: views are read without asking."""
+        if not all(isinstance(unit, StreamedUnit) for unit in units) or units[0].progress.is_fresh:
+            return False
+        self._engine.drain()
+        return not any(map(is_viewed, (binding, *adopted.paged_states(binding).values())))
+
+
+def _gradient_of(binding: Binding) -> Segment:
+    assert binding.gradient is not None
+    return binding.gradient.segment

@@ -1,0 +1,288 @@
+"""Updates inside backward that wait for its end: which, and that nobody sees that they waited."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pager.errors import ConfigError, TornStateError
+from pager.optim import late
+from pager.optim.deferred import Deferred
+from pager.optim.late import LateUpdates
+from pager.residency import Residency
+from tests import models
+from tests.cases.optimizers import OPTIMIZERS
+from tests.cases.plainly import MAKERS, Pair, checks
+from tests.cases.same import copied, train_step
+
+# Weights stay, some states stream, and some more must when gradients wait.
+BUDGET = 0.8
+
+
+@pytest.fixture(autouse=True)
+def chooses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A third of the elements, from the third step on: what was measured of models as small as these says nothing."""
+    monkeypatch.setattr(Residency, "lent_bytes", lambda self: 2**20)
+    monkeypatch.setattr(
+        LateUpdates,
+        "_wanted_elements",
+        lambda self, order: 0.34 * sum(binding.segment.num_elements for binding, *_ in order),
+    )
+    yield
+    Pair.close_all()
+
+
+def make_mlp() -> models.Case:
+    return models.make_mlp(width=160, depth=8)
+
+
+def make_pair(name: str = "adamw", **knobs: Any) -> Pair:
+    knobs = {"update_at": "backward", "master": False, "dtype": torch.float32, "checks": checks(), **knobs}
+    example = make_mlp().make_batch(0)[0]
+    return Pair(make_mlp, (MAKERS | OPTIMIZERS)[name], budget=BUDGET, example_inputs=example, **knobs)
+
+
+def late_of(pair: Pair) -> LateUpdates:
+    found: LateUpdates = pair.model.pager._runtime.in_backward._late
+    return found
+
+
+def late_names(pair: Pair) -> set[str]:
+    return {binding.name for binding in late_of(pair).chosen}
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parameters each backward left to its end."""
+    found: list[int] = []
+    run_beside = Deferred.run_beside
+
+    def counted(self: Deferred, stream: Any) -> None:
+        found.append(len(self._units))
+        run_beside(self, stream)
+
+    monkeypatch.setattr(Deferred, "run_beside", counted)
+    return found
+
+
+# -- the same numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize(
+    "switches", [{}, {"streams": "early"}, {"daemon": "inline"}, {"lazy_compute": True}], ids=str
+)
+def test_equals_a_step_after_backward(switches: dict[str, Any], master: bool, runs: list[int]) -> None:
+    dtype = torch.bfloat16 if master else torch.float32
+    lazy = {"lazy_compute"} & set(switches)
+    pair = make_pair(checks=checks(**({} if lazy else switches)), master=master, dtype=dtype)
+    pair.model.pager._runtime.device.lazy_compute = bool(lazy)
+    pair.train(5)
+    pair.train(2, micro_batches=3)
+    pair.train(2)
+    assert runs
+    assert all(runs)
+    pair.close()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer(name: str) -> None:
+    pair = make_pair(name)
+    pair.train(6)
+    pair.close()
+
+
+def test_those_that_the_next_forward_uses_last_are_late() -> None:
+    pair = make_pair()
+    pair.train(3)
+    order = [name for name, param in pair.model.named_parameters() if hasattr(param, "_pager")]
+    assert late_names(pair) == set(order[-3:])
+    pair.close()
+
+
+def test_their_room_is_taken_from_states() -> None:
+    def staying_bytes(pair: Pair, kind: str) -> int:
+        bindings = pair.model.pager._runtime.mmu.bindings.values()
+        return sum(b.segment.num_bytes for b in bindings if b.keep and b.segment.kind == kind)
+
+    pair = make_pair()
+    pair.train(1)
+    before = staying_bytes(pair, "state")
+    pair.train(3)
+    runtime = pair.model.pager._runtime
+    late_bytes = sum(b.segment.num_bytes for b in late_of(pair).chosen)
+    after = staying_bytes(pair, "state")
+    assert after < before
+    taken = late_bytes + after + staying_bytes(pair, "parameter") + runtime.engine.staging.num_bytes
+    assert late_bytes > 0
+    assert taken <= runtime.arena.capacity_bytes
+    pair.close()
+
+
+# -- nobody sees that they waited ------------------------------------------------------------------
+
+
+def test_step_counts_move_on_with_the_backward() -> None:
+    pair = make_pair()
+    pair.train(4)
+    chosen = next(iter(late_of(pair).chosen))
+    state = pair.optimizer.state[chosen.tensor]
+    pair.optimizer.zero_grad()
+    train_step(pair.case, pair.model, 50)
+    assert float(state["step"]) == 5
+    with pytest.raises(ConfigError, match=r"\.grad was asked for"):
+        assert chosen.tensor.grad
+    pair.optimizer.step()
+    assert float(state["step"]) == 5
+
+
+@pytest.mark.parametrize("between", ["zero_grad", "state_dict", "rate"])
+def test_what_is_done_before_step_changes_no_update(between: str) -> None:
+    """Of paged parameters: all have had theirs. Biases are stepped in ``step()``."""
+    pair = make_pair(frozen=[f"{index}.bias" for index in range(0, 17, 2)])
+    pair.train(4)
+    for step in (50, 51):
+        for model, trainer in ((pair.plain.model, pair.plain), (pair.model, pair.optimizer)):
+            trainer.zero_grad()
+            train_step(pair.case, model, step)
+        pair.plain.step()
+        if between == "zero_grad":
+            pair.optimizer.zero_grad()
+        elif between == "state_dict":
+            pair.model.state_dict()
+            pair.optimizer.state_dict()
+        else:
+            pair.optimizer.param_groups[0]["lr"] *= 2
+        pair.optimizer.step()
+        if between == "rate":
+            pair.optimizer.param_groups[0]["lr"] /= 2
+    pair.close()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "state"])
+def test_a_view_that_is_held_shows_the_new_values_at_once(kind: str, runs: list[int]) -> None:
+    pair = make_pair()
+    pair.train(4)
+    chosen = next(iter(late_of(pair).chosen))
+    views: list[Tensor] = []
+    for model, optimizer in ((pair.plain.model, pair.plain.optimizer), (pair.model, pair.optimizer)):
+        param = model.get_parameter(chosen.name)
+        views.append((param if kind == "parameter" else optimizer.state[param]["exp_avg"]).detach()[:2])
+    num_late = runs[-1]
+    for model, trainer in ((pair.plain.model, pair.plain), (pair.model, pair.optimizer)):
+        trainer.zero_grad()
+        train_step(pair.case, model, 50)
+        trainer.step()
+    assert runs[-1] == num_late - 1
+    assert torch.equal(*views)
+    views.clear()
+    pair.close()
+
+
+def test_gradients_that_wait_are_dropped_with_a_backward_that_stopped() -> None:
+    pair = make_pair()
+    pair.train(4)
+    saved = {name: value.clone() for name, value in pair.model.state_dict().items()}
+    states = copied(pair.optimizer.state_dict())
+    first = pair.model.get_parameter("0.weight")
+
+    def stop(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    hook = first.register_hook(stop)
+    pair.optimizer.zero_grad()
+    with pytest.raises(ZeroDivisionError):
+        train_step(pair.case, pair.model, 50)
+    hook.remove()
+    with pytest.raises(TornStateError):
+        pair.optimizer.step()
+    pair.model.load_state_dict(saved)
+    pair.optimizer.load_state_dict(states)
+    pair.train(3)
+    pair.close()
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_an_interrupt_leaves_the_rest_to_the_next_use(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    pair = make_pair()
+    pair.train(4)
+    calls = 0
+    run = Deferred.run
+
+    def interrupted(self: Deferred, binding: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == place + 1:
+            signal.raise_signal(signal.SIGINT)
+        run(self, binding)
+
+    monkeypatch.setattr(Deferred, "run", interrupted)
+    for model, trainer in ((pair.plain.model, pair.plain), (pair.model, pair.optimizer)):
+        trainer.zero_grad()
+        try:
+            train_step(pair.case, model, 50)
+        except KeyboardInterrupt:
+            assert model is pair.model
+        trainer.step()
+    assert calls > place
+    pair.check()
+    pair.train(2)
+    pair.close()
+
+
+# -- how many --------------------------------------------------------------------------------------
+
+
+class _Rates:
+    """A device whose places in the compute stream are so many seconds apart."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+        self.pair = pair
+        self.rest_seconds = 0.01
+        monkeypatch.undo()  # what was chosen by hand
+        monkeypatch.setattr(Residency, "lent_bytes", lambda self: 2**20)
+        monkeypatch.setattr(late, "_WARM_UP_STEPS", 1)
+        monkeypatch.setattr(late, "_MEASURED_STEPS", 2)
+        device = pair.model.pager._runtime.device
+        rates = self
+
+        class Moment:
+            def seconds_until(self, later: Any) -> float | None:
+                return rates.rest_seconds
+
+        monkeypatch.setattr(type(device.compute), "moment", lambda stream: Moment())
+        # 10 ms bring the states of 100,000 elements: 8 bytes each.
+        monkeypatch.setattr(device, "_link_bytes_per_second", 8e7)
+
+
+def test_as_many_as_the_link_brings_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair()
+    rates = _Rates(monkeypatch, pair)
+    monkeypatch.setattr(late, "late_elements", lambda **known: known["rest_seconds"] * 1e7)
+    pair.train(6)
+    # Of 25,600 elements each.
+    assert len(late_names(pair)) == 4
+    rates.rest_seconds = 0.009  # about the same
+    pair.train(2)
+    assert len(late_names(pair)) == 4
+    rates.rest_seconds = 0.0052
+    pair.train(2)
+    assert len(late_names(pair)) == 2
+    rates.rest_seconds = 0.1  # it may be that it waits for these updates themselves
+    pair.train(2)
+    assert len(late_names(pair)) == 2
+    pair.close()
+
+
+def test_none_where_the_compute_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair()
+    _Rates(monkeypatch, pair)
+    monkeypatch.setattr(late, "late_elements", lambda **known: 1e9 * min(known["stall_seconds"], 0.0))
+    pair.train(6)
+    assert not late_names(pair)
+    pair.close()
