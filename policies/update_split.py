@@ -156,15 +156,6 @@ class Diffusion:
         self._owed -= num_elements
 
 
-def first_of(num_elements: npt.ArrayLike, wanted_elements: float) -> BoolArray:
-    """bool: which parameters come first and have about ``wanted_elements`` together, up to the first of which less than
-    half is wanted. ``num_elements``: of each, in the order in which they come.
-    """
-    sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
-    before = np.cumsum(sizes) - sizes
-    return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
-
-
 def cpu_part(
     num_elements: npt.ArrayLike, wanted_elements: float, *, evenly: bool, lead: float = LEAD
 ) -> BoolArray:
@@ -175,7 +166,9 @@ def cpu_part(
     """
     sizes = np.asarray(num_elements, dtype=np.int64).reshape(-1)
     if not evenly:
-        return first_of(sizes, wanted_elements)
+        before = np.cumsum(sizes) - sizes
+        # Up to the first of which less than half is wanted.
+        return np.cumprod((wanted_elements - before >= sizes / 2) & (wanted_elements > 0)).astype(bool)
     total = int(sizes.sum())
     diffusion = Diffusion(min(max(wanted_elements / max(total, 1), 0.0), 1.0), total, lead=lead)
     taken = np.zeros(len(sizes), dtype=bool)

@@ -32,7 +32,7 @@ from pager.optim.shadow import may_wait
 from pager.optim.streamed import StreamedUnit
 from pager.optim.units import keep_copies
 from pager.page_table import Home
-from pager.policies.update_split import first_of, late_elements
+from pager.policies.update_split import late_elements
 from pager.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pager.optim")
 
-# The first steps compile, page-lock, and give the arena its size; then so many are measured.
-_WARM_UP_STEPS = 3
-_MEASURED_STEPS = 3
+# The first steps compile, page-lock, and give the arena its size; then one settles, and so many are measured.
+_WARM_UP_STEPS = 1
+_MEASURED_STEPS = 2
 # What was chosen serves until the link rests for this part of the time.
 _STEADY = 0.8
 
@@ -77,7 +77,8 @@ class LateUpdates:
         # From the end of a backward to the first gradient of the next: the last ones, and the shortest.
         self._rests: deque[tuple[Moment, Moment]] = deque(maxlen=_MEASURED_STEPS)
         self._rest_seconds: float | None = None
-        self._chosen_for_seconds = 0.0
+        # Of elements, what was found for a rest of so many seconds.
+        self._wanted = self._chosen_for_seconds = 0.0
         self._ended: Moment | None = None
 
     # -- when the link rests -----------------------------------------------------------------------
@@ -100,16 +101,19 @@ class LateUpdates:
         """
         self._measure()
         wanted = self._wanted_elements(order)
-        sizes = [binding.segment.num_elements for binding, *_ in order]
-        able = [wanted > 0 and self._may_be_late(binding, adopted) for binding, adopted, _ in order]
-        late = first_of([size if fits else 0 for size, fits in zip(sizes, able, strict=True)], wanted)
-        planned = frozenset(order[index][0] for index in range(len(order)) if late[index] and able[index])
-        num_bytes = sum(binding.segment.num_pages * binding.segment.page_size for binding in planned)
+        there: set[Binding] = set()
+        for binding, adopted, _ in order:
+            num_elements = binding.segment.num_elements
+            if wanted < num_elements / 2:
+                break
+            # All that takes memory is done now; they are late once there is room for them on the device.
+            if self._may_be_late(binding, adopted) and self._settle(binding):
+                there.add(binding)
+                wanted -= num_elements
+        num_bytes = sum(binding.segment.num_pages * binding.segment.page_size for binding in there)
         if num_bytes > self._reserved_bytes:
-            self.chosen = frozenset()  # until the next choice of what stays has left room
-        elif planned != self.chosen:
-            self.chosen = frozenset(binding for binding in planned if self._settle(binding))
-            logger.debug("%s of gradients wait for the next forward", format_bytes(num_bytes))
+            logger.debug("%s of gradients are to wait for the next forward", format_bytes(num_bytes))
+        self.chosen = frozenset(there) if num_bytes <= self._reserved_bytes else frozenset()
         self._reserved_bytes = num_bytes
         self._reserve(num_bytes)
 
@@ -137,23 +141,23 @@ class LateUpdates:
     def _wanted_elements(self, order: Sequence[Owned]) -> float:
         if len(self._stalls) < _MEASURED_STEPS or self._rest_seconds is None:
             return 0.0
-        if not _STEADY * self._chosen_for_seconds <= self._rest_seconds <= self._chosen_for_seconds:
-            self._chosen_for_seconds = self._rest_seconds
+        if _STEADY * self._chosen_for_seconds <= self._rest_seconds <= self._chosen_for_seconds:
+            return self._wanted
+        self._chosen_for_seconds = self._rest_seconds
         streamed = state_bytes = 0
         for binding, adopted, _ in order:
             states = adopted.paged_states(binding).values()
             if states and not any(state.keep for state in states):
                 streamed += binding.segment.num_elements
                 state_bytes += sum(state.segment.num_bytes for state in states)
-        if not streamed:
-            return 0.0
-        return late_elements(
-            rest_seconds=self._chosen_for_seconds,
+        self._wanted = late_elements(
+            rest_seconds=self._rest_seconds,
             stall_seconds=sum(self._stalls) / len(self._stalls),
             link_bytes_per_second=self._engine.device.link_bytes_per_second(),
-            state_bytes=state_bytes / streamed,
+            state_bytes=state_bytes / max(streamed, 1),
             num_elements=sum(binding.segment.num_elements for binding, *_ in order),
         )
+        return self._wanted
 
     def _may_be_late(self, binding: Binding, adopted: AdoptedOptimizer) -> bool:
         """Whether the parameter stays on the device, and its states stream from host memory."""

@@ -246,8 +246,6 @@ class _Rates:
         self.rest_seconds = 0.01
         monkeypatch.undo()  # what was chosen by hand
         monkeypatch.setattr(Residency, "lent_bytes", lambda self: 2**20)
-        monkeypatch.setattr(late, "_WARM_UP_STEPS", 1)
-        monkeypatch.setattr(late, "_MEASURED_STEPS", 2)
         device = pair.model.pager._runtime.device
         rates = self
 
