@@ -32,8 +32,9 @@ BATCH_SHARE = 16
 class Placement:
     """bool per parameter: ``stays`` (its weight is on the device for good), ``wired`` (it is so and has no home below),
     ``keeps_states`` (its states are on the device, and have a home below), ``on_cpu`` (the CPU updates it), ``beside``
-    (its gradient may be lent to an update beside the backward), ``sends_gradient`` (its gradient waits at home for the
-    step, and goes there as soon as it is made), ``weight_on_disk`` and ``states_on_disk`` (where its home is).
+    (its gradient may be lent to an update beside the backward), ``late`` (its update inside backward waits for the end
+    of that), ``sends_gradient`` (its gradient waits at home for the step, and goes there as soon as it is made),
+    ``weight_on_disk`` and ``states_on_disk`` (where its home is).
     """
 
     stays: BoolArray
@@ -41,6 +42,7 @@ class Placement:
     keeps_states: BoolArray
     on_cpu: BoolArray
     beside: BoolArray
+    late: BoolArray
     sends_gradient: BoolArray
     weight_on_disk: BoolArray
     states_on_disk: BoolArray
@@ -155,6 +157,7 @@ class ArenaWalk:
         # As lists: single items of arrays cost ten times as much.
         self.stays, self.keeps_states = placement.stays.tolist(), placement.keeps_states.tolist()
         self.on_cpu, self.beside = placement.on_cpu.tolist(), placement.beside.tolist()
+        self.late = placement.late.tolist()
         self.weight_on_disk = placement.weight_on_disk.tolist()
         self.states_on_disk = placement.states_on_disk.tolist()
         self.fixed_bytes = sum(b for b, stays in zip(self.weight_bytes, self.stays, strict=True) if stays)

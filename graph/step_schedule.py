@@ -10,11 +10,12 @@ Of the runtime it keeps: parameters that stay or stream; batches of eviction; st
 ``update_at="step"`` (updates wait for their parameter's next use, gradients wait on the device or, where room is
 short, at home, where they go at once if weights stay) and ``"backward"`` (each parameter is stepped as its gradient
 comes, the states of the next ones on their way; beside the compute where gradients may be lent, which then waits for
-the oldest loan of too many); slots on streams of their own; the CPU's part (gradient home, update in the order of the
-next uses, a parameter that stays is sent back; threads by whether the link rests); the host's time for each access and
-unit, that it runs no farther ahead than the driver queues, waits for an update of the CPU whose parameter it uses, and
-that a loop reads its loss. It leaves out: that frames must stand side by side, pages at the ends of tensors, optimizers
-that cannot be cut into slices, accumulation. States on the disk stream through the slots too.
+the oldest loan of too many; or at the end, underneath the next forward); slots on streams of their own; the CPU's part
+(gradient home, update in the order of the next uses, a parameter that stays is sent back; threads by whether the link
+rests); the host's time for each access and unit, that it runs no farther ahead than the driver queues, waits for an
+update of the CPU whose parameter it uses, and that a loop reads its loss. It leaves out: that frames must stand side by
+side, pages at the ends of tensors, optimizers that cannot be cut into slices, accumulation. States on the disk stream
+through the slots too.
 
 One decision hangs on the clock, in the runtime and so here: a gradient that finds all homes lent to updates that the
 CPU has not done is the device's. ``is_over`` is asked for it.
@@ -159,7 +160,7 @@ class Schedule(ArenaWalk):
 
     def _gradient(self, parameter: int) -> None:
         """The gradient of a parameter is final."""
-        if self.knobs.update_at == "step":
+        if self.knobs.update_at == "step" or self.late[parameter]:
             self._keep_gradient(parameter)
         elif self.on_cpu[parameter] and self._lend_home(parameter):
             out = self._send_gradient(parameter, self.last_compute)
@@ -364,11 +365,20 @@ class Schedule(ArenaWalk):
                 return
         while self.slots and self.coming:
             parameter = self.coming.popleft()
-            if self.on_cpu[parameter] or parameter in self.stepped:
+            if self.on_cpu[parameter] or self.late[parameter] or parameter in self.stepped:
                 continue
             units = self.ahead[parameter] = self._units(parameter)
             if not all(self._fetch(unit) for unit in units):
                 return
+
+    def _run_late(self) -> None:
+        """The backward is over: the updates that waited for that, in the order of their weights' next uses."""
+        for parameter in sorted(np.flatnonzero(self.late).tolist(), key=lambda p: self.rows_of[p][:1]):
+            last = -1
+            for unit in self._units(parameter):
+                last = self._run_unit(unit, [self.last_compute], beside=True)
+            self.ready[parameter] = last
+            self._drop_gradient(parameter, last)
 
     def _end_step(self) -> None:
         """``optimizer.step()`` and the boundary."""
@@ -388,7 +398,8 @@ class Schedule(ArenaWalk):
             self.loans.clear()
             if self.owed:
                 self._compute(0.0, [], "updates joined", -1)
-            if self.placement.on_cpu.any():
+            self._run_late()
+            if self.placement.on_cpu.any() and not self.placement.late.any():
                 self.steps[-1].link_rests = self._limit_threads(None)
             self.coming = deque(self.gradient_order)
             self.ahead, self.stepped = {}, set()

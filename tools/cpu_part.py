@@ -12,6 +12,7 @@ import numpy as np
 
 from pager.graph.arena_walk import Placement, StepKnobs
 from pager.policies.update_split import (
+    STEADY_THREADS_SHARE,
     WAITING_SHARE,
     balanced_share,
     less_share,
@@ -45,7 +46,8 @@ class CpuPart:
         self.step = step
         self.wanted = wanted
         self.rates = dataclasses.replace(rates, cpu_bytes_per_parameter=float(step.size.cpu_update))
-        self.streamed = 1 - float(step.num_elements[keeps_states].sum()) / step.num_parameters
+        self.streamed = self._streamed(keeps_states)
+        self.link_rests = True
         self.fixed = {"device": 0.0, "cpu": 1.0}.get(wanted.update_on, wanted.cpu_share)
         gradients = np.where(step.gradient_tick >= 0, step.num_elements * step.size.gradient, 0)
         self.home_bytes: int | None = None
@@ -66,6 +68,17 @@ class CpuPart:
             link_bytes_per_second=rates.link_both_bytes_per_second,
         )
         self.share = self._balance() if self.fixed is None else self.fixed
+
+    def _streamed(self, keeps_states: BoolArray) -> float:
+        return 1 - float(self.step.num_elements[keeps_states].sum()) / self.step.num_parameters
+
+    def has_whole_step(self, keeps_states: BoolArray) -> None:
+        """The link does not rest between two backwards from now on: so the CPU need not hurry, and its rate in a whole
+        step counts.
+        """
+        self.link_rests = False
+        self.streamed = self._streamed(keeps_states)
+        self.alone = self.rest_seconds = self.less = 0.0
 
     def _balance(self) -> float:
         size = self.step.size
@@ -89,6 +102,8 @@ class CpuPart:
             return total
         if self.wanted.update_at == "step":
             return num_threads_beside_link(total)
+        if not self.link_rests:
+            return num_threads_beside_link(total, STEADY_THREADS_SHARE)
         return num_threads_beside_link(total, self.beside / (self.alone or 1.0))
 
     def knobs(self, placement: Placement, lent_bytes: int) -> StepKnobs:
@@ -110,7 +125,8 @@ class CpuPart:
             return False
         share = self.share
         self.per_second = result.cpu_parameters_per_second
-        self.rest_seconds = (result.rest_seconds + (self.rest_seconds or result.rest_seconds)) / 2
+        if self.link_rests:
+            self.rest_seconds = (result.rest_seconds + (self.rest_seconds or result.rest_seconds)) / 2
         self.less = less_share(
             self.less,
             late_seconds=result.late_seconds,

@@ -79,20 +79,20 @@ class Placing:
         self.trained = step.gradient_tick >= 0
         weights = self.elements * step.size.weight
         largest, arena = int(weights.max()), shares.arena_bytes
-        room = room_for_staying(arena, shares.ring_bytes, largest)
-        all_stay = int(weights.sum()) <= room
+        in_backward = wanted.update_at == "backward"
+        room = room_for_staying(arena, shares.ring_bytes, largest, in_backward=in_backward)
+        self.all_stay = all_stay = int(weights.sum()) <= room
         self.stays = np.full(count, all_stay)
         self.wired = weights > shares.wired_above
         room_beside = shares.wired_bytes - int(weights[self.wired].sum())
         self.wired |= self._take(np.where(self.wired, 0, weights), room_beside, wanted.weights)
         self.stays |= self.wired
-        self.keeps_states = np.zeros(count, bool)
+        self.keeps_states, self.late = np.zeros(count, bool), np.zeros(count, bool)
+        self._room_for_states = room - int(weights.sum())
+        if not in_backward:
+            self._room_for_states -= int(self.elements[self.trained].sum()) * step.size.gradient
         if all_stay:
-            states = np.where(self.trained, self.elements * step.size.state, 0)
-            room -= int(weights.sum())
-            if wanted.update_at == "step":
-                room -= int(self.elements[self.trained].sum()) * step.size.gradient
-            self.keeps_states = self._take(states, max(room, 0), wanted.states) & self.trained
+            self._keep_states()
         self.sends_gradient = np.zeros(count, bool)
         if all_stay and wanted.update_at == "step":
             room = room_for_gradients(arena, shares.ring_bytes, int(weights.sum()), largest)
@@ -102,6 +102,23 @@ class Placing:
         self.beside = self.trained & (wanted.update_at == "backward") & (not wanted.simulated)
         for parameter, num_elements in enumerate(self.elements.tolist()):
             self.beside[parameter] &= is_worth_lending(num_elements * step.size.gradient, self.lent_bytes)
+
+    def _keep_states(self) -> None:
+        size = self.captured.step.size
+        states = np.where(self.trained, self.elements * size.state, 0)
+        room = self._room_for_states - int(self.elements[self.late].sum()) * size.gradient
+        self.keeps_states = self._take(states, max(room, 0), self.wanted.states) & self.trained
+
+    def leave_to_the_end(self, num_elements: float) -> None:
+        """Let about so many be updated at the end of the backward, as `pager.optim.late` chooses them."""
+        _, states_on_disk = self._below(self.late)
+        for parameter in np.argsort(self.captured.step.gradient_tick, kind="stable").tolist():
+            if num_elements < self.elements[parameter] / 2:
+                break
+            if self.trained[parameter] and not (self.keeps_states[parameter] or states_on_disk[parameter]):
+                self.late[parameter] = True
+                num_elements -= int(self.elements[parameter])
+        self._keep_states()
 
     def _take(self, sizes: npt.NDArray[np.int64], room: int, how: str) -> npt.NDArray[np.bool_]:
         if how == "belady":
@@ -126,6 +143,7 @@ class Placing:
             keeps_states=self.keeps_states,
             on_cpu=on_cpu & ~weight_on_disk & ~states_on_disk,
             beside=self.beside,
+            late=self.late,
             sends_gradient=self.sends_gradient,
             weight_on_disk=weight_on_disk,
             states_on_disk=states_on_disk,
@@ -135,7 +153,8 @@ class Placing:
         self, share: float, weight_on_disk: npt.NDArray[np.bool_], states_on_disk: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.bool_]:
         on_disk = weight_on_disk | states_on_disk
-        can = self.trained & ~self.keeps_states & ~self.wired & ~on_disk
+        trained = self.trained & ~self.late
+        can = trained & ~self.keeps_states & ~self.wired & ~on_disk
         # Those that are used last in forward come first in backward.
         by = -self.captured.step.gradient_tick if self.wanted.update_at == "backward" else self.first_use
         order = np.argsort(-by, kind="stable")
@@ -144,8 +163,8 @@ class Placing:
             own = order[can[order]]
             chosen[own] = cpu_part(self.elements[own], share * float(self.elements.sum()), evenly=False)
             return chosen
-        diffusion = Diffusion(share, int(self.elements[self.trained].sum()), lead=self.wanted.cpu_lead)
-        for parameter in order[self.trained[order]].tolist():
+        diffusion = Diffusion(share, int(self.elements[trained].sum()), lead=self.wanted.cpu_lead)
+        for parameter in order[trained[order]].tolist():
             num_elements = int(self.elements[parameter])
             if diffusion.is_due(num_elements) and can[parameter]:
                 diffusion.take(num_elements)

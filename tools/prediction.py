@@ -23,7 +23,7 @@ from pager.optim.adopted import UNIT_BYTES
 from pager.policies.placement import PlacementError
 from pager.policies.protocol import make_eviction_policy
 from pager.policies.staying import UPDATE_TENSORS, lent_gradient_bytes, share_arena, spread
-from pager.policies.update_split import LEAD
+from pager.policies.update_split import LEAD, late_elements
 from pager.tools.captured import CapturedModel
 from pager.tools.cpu_part import CpuPart
 from pager.tools.machine import Machine
@@ -232,6 +232,7 @@ def _simulate(
     """Where the CPU takes part its share and its threads are found as the runtime does: from the steps before."""
     placing = Placing(captured, shares, wanted)
     cpu = CpuPart(captured.step, machine.rates, wanted, keeps_states=placing.keeps_states)
+    leaves_late = wanted.update_at == "backward" and placing.all_stay and not wanted.simulated
     for _ in range(_ROUNDS):
         placement = placing.make(cpu.share)
         result = simulate(
@@ -243,7 +244,22 @@ def _simulate(
             knobs=cpu.knobs(placement, placing.lent_bytes),
             keep_tasks=keep_tasks,
         )
-        if not cpu.goes_on(result):
+        goes_on = cpu.goes_on(result)
+        if leaves_late:
+            leaves_late = False
+            placing.leave_to_the_end(
+                late_elements(
+                    rest_seconds=result.forward_seconds,
+                    stall_seconds=sum(result.stall_seconds.values()),
+                    link_bytes_per_second=machine.rates.link_both_bytes_per_second,
+                    state_bytes=captured.step.size.state,
+                    num_elements=captured.step.num_parameters,
+                )
+            )
+            if placing.late.any():
+                cpu.has_whole_step(placing.keeps_states)
+                goes_on = True
+        if not goes_on:
             break
     return placement, result
 

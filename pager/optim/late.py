@@ -189,9 +189,9 @@ class LateUpdates:
 
     def forget(self) -> None:
         """Values were loaded after a backward that stopped half way: the gradients that wait are of no use."""
-        while self._waiting:
-            self._mmu.gradients.set(next(iter(self._waiting)), None)
-            self._waiting.popitem()
+        for binding in self._waiting:
+            self._mmu.gradients.set(binding, None)
+        self._waiting.clear()
 
     def run(
         self,
