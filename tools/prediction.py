@@ -43,8 +43,8 @@ class Wanted:
     ``cpu_share``: None: as the runtime finds it. ``cpu_order``: "spread" (the runtime's), over the first ``cpu_lead``
     of the gradients, or "last used"; ``weights``, ``states``: "spread" or "belady".
     ``num_machines``: each holds all weights, a share of the states, and takes its own batch (on paper only: the runtime
-    uses one device). ``simulated``: as on the simulated device, where the budget is the pages' alone.
-    ``eviction``: a name or a policy object. ``host_bytes``: for homes.
+    uses one device). ``late``: some updates inside backward may wait for its end. ``simulated``: as on the simulated
+    device, where the budget is the pages' alone. ``eviction``: a name or a policy object. ``host_bytes``: for homes.
     """
 
     budget_bytes: int
@@ -61,6 +61,7 @@ class Wanted:
     weights: str = "spread"
     states: str = "belady"
     num_machines: int = 1
+    late: bool = True
     simulated: bool = False
 
 
@@ -232,7 +233,8 @@ def _simulate(
     """Where the CPU takes part its share and its threads are found as the runtime does: from the steps before."""
     placing = Placing(captured, shares, wanted)
     cpu = CpuPart(captured.step, machine.rates, wanted, keeps_states=placing.keeps_states)
-    leaves_late = wanted.update_at == "backward" and placing.all_stay and not wanted.simulated
+    is_on_gpu = not wanted.simulated
+    leaves_late = wanted.late and wanted.update_at == "backward" and placing.all_stay and is_on_gpu
     for _ in range(_ROUNDS):
         placement = placing.make(cpu.share)
         result = simulate(

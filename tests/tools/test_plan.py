@@ -177,7 +177,12 @@ def test_the_map_shows_where_pages_are_over_the_step() -> None:
     codes, starts = page_map(captured("7b", 1), prediction.placement, prediction.step, num_lines=280)
     weights, gradients, states = (codes[low:high] for low, high in itertools.pairwise(starts))
     assert np.all(weights == DEVICE)  # all stay
-    assert np.all(gradients == NOWHERE)  # with updates in backward they have no home
+    # With updates in backward they have no home; some wait on the device for its end.
+    elements, is_late = captured("7b", 1).step.num_elements, prediction.placement.late
+    seen = np.any(gradients != NOWHERE, axis=1)
+    assert seen.mean() == pytest.approx(elements[is_late].sum() / elements.sum(), abs=0.05)
+    assert 0 < seen.mean() < 0.1
+    assert set(np.unique(gradients)) <= {NOWHERE, DEVICE}
     assert set(np.unique(states)) == {DEVICE, HOST}
     # At any time a few slots and what stays are there; over the step all of it was, some time or other.
     kept = captured("7b", 1).step.num_elements[prediction.placement.keeps_states].sum()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pager.errors import ConfigError, TornStateError
 from pager.optim import late
+from pager.optim import update as update_module
 from pager.optim.deferred import Deferred
 from pager.optim.late import LateUpdates
+from pager.optim.streamed import StreamedUnit
 from pager.residency import Residency
 from tests import models
 from tests.cases.optimizers import OPTIMIZERS
@@ -41,10 +44,10 @@ def make_mlp() -> models.Case:
     return models.make_mlp(width=160, depth=8)
 
 
-def make_pair(name: str = "adamw", **knobs: Any) -> Pair:
+def make_pair(name: str = "adamw", make_case: Callable[[], models.Case] = make_mlp, **knobs: Any) -> Pair:
     knobs = {"update_at": "backward", "master": False, "dtype": torch.float32, "checks": checks(), **knobs}
     example = make_mlp().make_batch(0)[0]
-    return Pair(make_mlp, (MAKERS | OPTIMIZERS)[name], budget=BUDGET, example_inputs=example, **knobs)
+    return Pair(make_case, (MAKERS | OPTIMIZERS)[name], budget=BUDGET, example_inputs=example, **knobs)
 
 
 def late_of(pair: Pair) -> LateUpdates:
@@ -102,6 +105,104 @@ def test_those_that_the_next_forward_uses_last_are_late() -> None:
     pair.train(3)
     order = [name for name, param in pair.model.named_parameters() if hasattr(param, "_pager")]
     assert late_names(pair) == set(order[-3:])
+    pair.close()
+
+
+def test_they_run_beside_the_compute_in_the_order_of_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = make_pair()
+    pair.train(4)
+    device = pair.model.pager._runtime.device
+    seen: list[str] = []
+    run = StreamedUnit.run
+
+    def noting(unit: StreamedUnit, update: Any) -> None:
+        if unit.progress.binding in late_of(pair).chosen:
+            assert device.current_stream() is device.beside
+            seen.append(unit.progress.binding.name)
+        run(unit, update)
+
+    monkeypatch.setattr(StreamedUnit, "run", noting)
+    pair.train(1)
+    order = [name for name, param in pair.model.named_parameters() if hasattr(param, "_pager")]
+    assert list(dict.fromkeys(seen)) == order[-3:]
+    pair.close()
+
+
+def test_what_cannot_stream_any_more_is_updated_at_once(
+    monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    """Their class was chosen for its slices; then the slots are gone, as where memory is short."""
+    pair = make_pair()
+    pair.train(4)
+    assert runs
+    chosen = set(late_of(pair).chosen)
+    monkeypatch.setattr(update_module, "can_stream", lambda adopted, binding, keys: binding not in chosen)
+    before = len(runs)
+    pair.train(2)
+    assert len(runs) == before
+    monkeypatch.undo()
+    pair.close()
+
+
+class Gated(nn.Module):
+    """Uses its last two layers in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(160, 160) for _ in range(9))
+        self.num_used = 9
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.num_used]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_what_waits_of_an_earlier_step_is_done_first() -> None:
+    """A step over accumulated gradients alone leaves updates for the next use of their parameters; if that is none."""
+
+    def make_gated() -> models.Case:
+        mlp = make_mlp()
+        torch.manual_seed(0)
+        return models.Case("gated", Gated(), mlp.make_batch, mlp.loss)
+
+    pair = make_pair(make_case=make_gated)
+    pair.train(4)
+    for step, is_last in ((50, False), (51, True)):
+        pairs: list[tuple[Any, Any]] = [(pair.plain.model, pair.plain), (pair.model, pair.optimizer)]
+        for model, trainer in pairs:
+            model.num_used = 7 if is_last else 9
+            trainer.zero_grad()
+            with (
+                contextlib.nullcontext() if is_last or model is pair.plain.model else model.pager.accumulate()
+            ):
+                train_step(pair.case, model, step)
+            trainer.step()
+    pair.close()
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_a_write_to_a_state_dict_that_is_held_counts(key: str) -> None:
+    pair = make_pair()
+    pair.train(4)
+    chosen = next(iter(late_of(pair).chosen))
+    index = [name for name, _ in pair.model.named_parameters()].index(chosen.name)
+    held = pair.optimizer.state_dict()
+    for model, trainer in ((pair.plain.model, pair.plain), (pair.model, pair.optimizer)):
+        trainer.zero_grad()
+        train_step(pair.case, model, 50)
+        trainer.step()
+    with torch.no_grad():
+        pair.optimizer.state_dict()["state"][index][key].mul_(2)
+        pair.plain.optimizer.state_dict()["state"][index][key].mul_(2)
+    for step in (51, 52):
+        for model, trainer in ((pair.plain.model, pair.plain), (pair.model, pair.optimizer)):
+            trainer.zero_grad()
+            train_step(pair.case, model, step)
+            trainer.step()
+    del held
     pair.close()
 
 
