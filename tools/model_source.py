@@ -53,7 +53,8 @@ class ModelSource:
 def load_model(
     spec: str, *, batch: int, seq: int | None, checkpoint: bool = True, seed: int | None = None
 ) -> ModelSource:
-    """Build the model named ``spec`` on meta. ``seq``: tokens of a sequence (None: 2048, small models 128).
+    """Build the model named ``spec`` on meta. ``seq``: tokens of a sequence (None: 2048, small models 128; a Hugging
+    Face model with fewer positions: as many).
 
     ``checkpoint``: a Hugging Face model recomputes its blocks in backward, as the presets do. ``seed``: build it on the
     CPU with weights and inputs drawn from it (torch's global seed is set); a function's own inputs stay as they are,
@@ -70,9 +71,7 @@ def load_model(
     if Path(spec).suffix.lower() == ".json" and Path(spec).is_file():
         content = _read_json(Path(spec))
         if "model_type" in content or "architectures" in content:
-            return _from_config(
-                Path(spec), content, batch=batch, seq=seq or DEFAULT_SEQ, checkpoint=checkpoint, seed=seed
-            )
+            return _from_config(Path(spec), content, batch=batch, seq=seq, checkpoint=checkpoint, seed=seed)
     if spec.endswith(".py"):
         raise InputError(f"{spec} names no function; write {spec}:FUNCTION")
     return _from_sizes(spec, batch=batch, seq=seq, seed=seed)
@@ -121,7 +120,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _from_config(
-    path: Path, content: Mapping[str, Any], *, batch: int, seq: int, checkpoint: bool, seed: int | None
+    path: Path, content: Mapping[str, Any], *, batch: int, seq: int | None, checkpoint: bool, seed: int | None
 ) -> ModelSource:
     """A model of ``transformers`` from its config, with its own loss where it has one."""
     kind = content.get("model_type")
@@ -164,7 +163,13 @@ def _from_config(
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False})
-    kwargs, tokens = _inputs_of(model, content, batch, seq, seed)
+    most = _num_positions(model)
+    if seq is not None and most is not None and seq > most:
+        raise InputError(
+            f"{path}: a sequence has {seq} tokens, and the model {most} positions; pass --seq {most} or less"
+        )
+    length = seq or min(DEFAULT_SEQ, most or DEFAULT_SEQ)
+    kwargs, tokens = _inputs_of(model, content, batch, length, seed)
     # Every published config is called config.json; the model's name is its folder's.
     folder = path.resolve().parent.name if path.name == "config.json" else ""
     return ModelSource(
@@ -188,6 +193,20 @@ def _auto_class(transformers: Any, content: Mapping[str, Any]) -> Any:
         return transformers.AutoModelForImageClassification
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return transformers.AutoModelForCausalLM if content["model_type"] in mapping else transformers.AutoModel
+
+
+def _num_positions(model: nn.Module) -> int | None:
+    """The most tokens of a sequence, where a model looks positions up in a table; None where it computes them."""
+    from torch import nn
+
+    lengths = [
+        # Of a table with a row for padding the positions begin behind that one.
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and any(part in name.rpartition(".")[2] for part in ("pos", "wpe"))
+    ]
+    return min(lengths, default=None)
 
 
 def _inputs_of(

@@ -38,7 +38,11 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=HELP)
     work = parser.add_argument_group("the work")
     work.add_argument("--batch", type=int, default=1, help="sequences a step (default: 1)")
-    work.add_argument("--seq", type=int, help="tokens of a sequence (default: 2048; small models 128)")
+    work.add_argument(
+        "--seq",
+        type=int,
+        help="tokens of a sequence (default: 2048, or all of a model's positions; small models 128)",
+    )
     work.add_argument(
         "--no-checkpoint", action="store_true", help="a Hugging Face model keeps its activations in forward"
     )

@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("the work")
     work.add_argument("--steps", type=int, default=3, help="(default: 3)")
     work.add_argument("--batch", type=int, default=1, help="sequences a step (default: 1)")
-    work.add_argument("--seq", type=int, help="tokens of a sequence (default: 2048; small models 128)")
+    work.add_argument(
+        "--seq",
+        type=int,
+        help="tokens of a sequence (default: 2048, or all of a model's positions; small models 128)",
+    )
     work.add_argument("--seed", type=int, default=0, help="of weights, inputs and dropout (default: 0)")
     work.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     work.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")

@@ -60,6 +60,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_size": 64,
     },
 }
+# Its table has a row for padding, and one before that.
+ROBERTA = {
+    "model_type": "roberta",
+    "architectures": ["RobertaForMaskedLM"],
+    "max_position_embeddings": 514,
+    "pad_token_id": 1,
+}
 
 
 def test_a_preset_has_its_inputs() -> None:
@@ -81,6 +88,34 @@ def test_a_hugging_face_config_is_built_and_captured(kind: str, tmp_path: Path) 
     assert source.tokens == (2 if kind == "vit" else 64)
     assert source.name == tmp_path.name
     assert found.way in ("captured on meta", "captured on fake")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "tokens"),
+    [
+        ("bert", {}, 512),
+        ("bert", ROBERTA, 512),
+        ("gpt2", {}, 1024),
+        ("gpt2", {"n_positions": 4096}, 2048),
+        ("t5", {}, 2048),
+        ("llama", {"max_position_embeddings": 512}, 2048),
+    ],
+    ids=str,
+)
+def test_a_sequence_is_no_longer_than_positions_are_looked_up(
+    kind: str, more: dict[str, Any], tokens: int, tmp_path: Path
+) -> None:
+    """Those that are computed (rotary, relative) have no end."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS[kind] | more))
+    source = load_model(str(path), batch=1, seq=None)
+    assert source.tokens == tokens
+    capture_model(source, Machine(), page_size=2**14)
+    if tokens < 2048:
+        with pytest.raises(
+            InputError, match=rf"{tokens + 1} tokens, and the model {tokens} positions; pass --seq"
+        ):
+            load_model(str(path), batch=1, seq=tokens + 1)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "vit"])
