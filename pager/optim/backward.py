@@ -316,9 +316,10 @@ class BackwardUpdates:
     def _leave_backward(self, task: int) -> None:
         with self._lock:
             self._stream.join()
-            self._open.discard(task)
             self._late.backward_ends()
-            self._units |= self._late.run(self._update_of, self._units)
+            self._units |= self._late.begin(self._update_of, self._units)
+            self._open.discard(task)
+            self._late.run_beside()
 
     def check_whole(self) -> None:
         """Raise TornStateError if a backward stopped half way."""

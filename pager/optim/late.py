@@ -69,6 +69,7 @@ class LateUpdates:
         # What there is, or will be, room for.
         self._reserved_bytes = 0
         self._waiting: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
+        self._begun: list[Deferred] = []
         # Of steps without late updates in an arena of this size.
         self._measured_for = -1
         self._num_steps = 0
@@ -193,46 +194,62 @@ class LateUpdates:
             self._mmu.gradients.set(binding, None)
         self._waiting.clear()
 
-    def run(
+    def begin(
         self,
         update_of: Callable[[AdoptedOptimizer], Update],
         units_before: Mapping[Binding, list[StreamedUnit]],
     ) -> dict[Binding, list[StreamedUnit]]:
-        """The backward is over: put the updates of all that wait on the stream beside. The units of each.
+        """The backward is over: from here on nobody sees that the updates of those that wait are still to run. Their
+        units.
 
         ``units_before``: of the last step, which serve again where the cut would be the same.
         """
-        waiting, self._waiting = self._waiting, {}
         made: dict[Binding, list[StreamedUnit]] = {}
-        for adopted in dict.fromkeys(adopted for adopted, _ in waiting.values()):
-            update = update_of(adopted)
-            bindings = [binding for binding, owner in waiting.items() if owner[0] is adopted]
-            adopted.finish_deferred()
-            adopted.take_over_writes(bindings)
-            later: list[StreamedUnit] = []
-            again: list[Progress] = []
-            # What the next forward uses first comes first.
-            for binding in sorted(bindings, key=adopted.next_use):
-                units = self._units(
-                    update, binding, waiting[binding][1], units_before.get(binding, []), again
-                )
-                if self._may_run_later(adopted, binding, units):
-                    made[binding] = [unit for unit in units if isinstance(unit, StreamedUnit)]
-                    later += made[binding]
-                    self._engine.hand_over(_gradient_of(binding))
-                    continue
-                with isolated(update):
-                    for unit in units:
-                        unit.run(update)
-                self._engine.discard(_gradient_of(binding))
-            keep_copies(again)
-            if later:
-                adopted.deferred = deferred = Deferred(update, later)
-                deferred.begin()
-                for binding in made:
-                    deferred.release(binding)  # as all gradients that backward has used up
-                deferred.run_beside(self._stream)
+        for adopted in dict.fromkeys(adopted for adopted, _ in self._waiting.values()):
+            bindings = [binding for binding, owner in self._waiting.items() if owner[0] is adopted]
+            made |= self._begin(adopted, update_of(adopted), bindings, units_before)
+            for binding in bindings:
+                del self._waiting[binding]
         return made
+
+    def _begin(
+        self,
+        adopted: AdoptedOptimizer,
+        update: Update,
+        bindings: list[Binding],
+        units_before: Mapping[Binding, list[StreamedUnit]],
+    ) -> dict[Binding, list[StreamedUnit]]:
+        adopted.finish_deferred()
+        adopted.take_over_writes(bindings)
+        later: dict[Binding, list[StreamedUnit]] = {}
+        again: list[Progress] = []
+        # What the next forward uses first comes first.
+        for binding in sorted(bindings, key=adopted.next_use):
+            _, group_index = self._waiting[binding]
+            units = self._units(update, binding, group_index, units_before.get(binding, []), again)
+            if self._may_run_later(adopted, binding, units):
+                later[binding] = [unit for unit in units if isinstance(unit, StreamedUnit)]
+                self._engine.hand_over(_gradient_of(binding))
+                continue
+            with isolated(update):
+                for unit in units:
+                    unit.run(update)
+            self._engine.discard(_gradient_of(binding))
+        keep_copies(again)
+        if later:
+            deferred = Deferred(update, [unit for units in later.values() for unit in units])
+            deferred.begin()
+            adopted.deferred = deferred
+            for binding in later:
+                deferred.release(binding)  # as all gradients that backward has used up
+            self._begun.append(deferred)
+        return later
+
+    def run_beside(self) -> None:
+        """Enqueue what has begun. What an interrupt leaves is done at its parameters' next use."""
+        begun, self._begun = self._begun, []
+        for deferred in begun:
+            deferred.run_beside(self._stream)
 
     def _units(
         self,

@@ -55,11 +55,7 @@ class _Managed(System):
         loss: Tensor = self.model(tokens, targets)
         loss.backward()
         if clip is not None:
-            ours = getattr(self.handle, "clip_grad_norm_", None)
-            if ours is not None:
-                ours(clip)
-            else:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            self.handle.clip_grad_norm_(clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()

@@ -291,20 +291,33 @@ def test_a_view_that_is_held_shows_the_new_values_at_once(kind: str, runs: list[
     pair.close()
 
 
-def test_gradients_that_wait_are_dropped_with_a_backward_that_stopped() -> None:
+@pytest.mark.parametrize("place", ["last gradient", "end of the backward"])
+def test_gradients_that_wait_are_dropped_with_a_backward_that_stopped(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     pair = make_pair()
     pair.train(4)
     saved = {name: value.clone() for name, value in pair.model.state_dict().items()}
     states = copied(pair.optimizer.state_dict())
-    first = pair.model.get_parameter("0.weight")
+    calls = 0
 
-    def stop(grad: Tensor) -> None:
-        raise ZeroDivisionError
+    def stop(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 or place == "last gradient":
+            raise ZeroDivisionError
+        return units(*arguments)
 
-    hook = first.register_hook(stop)
-    pair.optimizer.zero_grad()
-    with pytest.raises(ZeroDivisionError):
-        train_step(pair.case, pair.model, 50)
+    units = LateUpdates._units
+    hook = pair.model.get_parameter("0.weight").register_hook(
+        stop if place == "last gradient" else lambda _: None
+    )
+    with monkeypatch.context() as patched:
+        if place != "last gradient":
+            patched.setattr(LateUpdates, "_units", stop)
+        pair.optimizer.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            train_step(pair.case, pair.model, 50)
     hook.remove()
     with pytest.raises(TornStateError):
         pair.optimizer.step()
