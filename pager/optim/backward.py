@@ -147,7 +147,7 @@ class BackwardUpdates:
             self._stepped.add(binding)
             self._order.append(binding)
             if binding in self._late.chosen:
-                self._late.wait(binding, *owner)
+                self._late.keep(binding, *owner)
                 return False
             self._step(binding, *owner, gradient)
             return True

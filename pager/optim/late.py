@@ -184,7 +184,7 @@ class LateUpdates:
 
     # -- one backward ------------------------------------------------------------------------------
 
-    def wait(self, binding: Binding, adopted: AdoptedOptimizer, group_index: int) -> None:
+    def keep(self, binding: Binding, adopted: AdoptedOptimizer, group_index: int) -> None:
         """The final gradient of a parameter that was chosen is here, and is being kept."""
         self._waiting[binding] = (adopted, group_index)
 
