@@ -246,7 +246,7 @@ class Leases:
                 self._note_write(run)
 
     def _record_uses(self, run: Run) -> None:
-        dirty = run.orphan or int(self.table.state[run.begin]) == PageState.DIRTY
+        dirty = run.orphan or (int(self.table.state[run.begin]) == PageState.DIRTY and not run.settled)
         for stream in run.users.values():
             stream.touch(run.region, write=dirty)
             event = stream.record()
@@ -263,6 +263,7 @@ class Leases:
             if int(self.table.state[run.begin]) == PageState.ARRIVING:
                 self.table.end_page_in(run.begin, run.end, success=True)
             self.table.mark_dirty(run.begin, run.end)
+            run.settled = False
             run.version = self._versions[run.segment.index]()
 
     def wrote(self, run: Run) -> None:
@@ -284,8 +285,8 @@ class Leases:
                 run.users = {}
 
     def hand_over(self, segment: Segment) -> None:
-        """The current stream has used the pages for the last time, and no lease is alive: whoever is next, on whatever
-        stream, waits for it.
+        """The current stream has written the pages for the last time, and no lease is alive: whoever is next, on
+        whatever stream, waits for it, and reads.
         """
         stream = self.device.current_stream()
         self.drain()
@@ -295,6 +296,7 @@ class Leases:
                     continue  # it came back from its home since
                 self._record_uses(run)
                 run.ready, run.waited, run.users = stream.record(), {stream.index}, {}
+                run.settled = True
 
     def wait_for_change(self, *, stalls: bool = True) -> None:
         """Wait until a move ends (locked; the lock is free meanwhile). ``stalls``: count it as a stall."""

@@ -32,11 +32,11 @@ class Run:
     users: streams that use the run now; uses: per stream the event after which the last use is over.
     wired: the device is its home. stays: it has a home below, but is not evicted while the plan keeps it here.
     escaped: a raw pointer or an uncounted alias is about, so any use may have written; until nobody uses the
-    run. orphan: the segment has dropped this value; the frames go when the last lease does. rank: scratch of
-    reclaim: the run's place in the eviction order, None if it may not go. version: the tensor's version
-    counter when device and home were last known to agree, or a write was last
-        noted. arrival: the page in from a disk that fills it. shared: the storage of a tensor over the run that was
-        given to the user.
+    run. settled: all its writes were told of, so that who uses it reads, until the next write. orphan: the segment
+    has dropped this value; the frames go when the last lease does. rank: scratch of reclaim: the run's place in the
+    eviction order, None if it may not go. version: the tensor's version counter when device and home were last
+    known to agree, or a write was last noted. arrival: the page in from a disk that fills it. shared: the storage of
+    a tensor over the run that was given to the user.
     """
 
     segment: Segment
@@ -55,6 +55,7 @@ class Run:
     uses: Fence = field(default_factory=dict)
     prefetched: bool = False
     escaped: bool = False
+    settled: bool = False
     orphan: bool = False
     version: int = 0
     arrival: Job | None = None

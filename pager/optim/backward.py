@@ -153,7 +153,7 @@ class BackwardUpdates:
             return True
 
     def _first_gradient(self) -> None:
-        self._late.backward_begins()
+        self._late.rest.ends()
         if self.on_cpu is not None:
             self.on_cpu.first_gradient()
 
@@ -316,7 +316,7 @@ class BackwardUpdates:
     def _leave_backward(self, task: int) -> None:
         with self._lock:
             self._stream.join()
-            self._late.backward_ends()
+            self._late.rest.begins()
             self._units |= self._late.begin(self._update_of, self._units)
             self._open.discard(task)
             self._late.run_beside()
@@ -354,7 +354,9 @@ class BackwardUpdates:
             self._updates.clear()
             self._last_order, self._order = self._order or self._last_order, []
             known = [
-                (binding, *self._owners[binding]) for binding in self._last_order if binding in self._owners
+                (binding, *self._owners[binding])
+                for binding in self._last_order
+                if binding in self._owners and self._owners[binding][0].alive
             ]
             self._late.end_step(known)
             self._coming = deque(found for found in self._last_order if found not in self._late.chosen)

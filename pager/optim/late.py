@@ -12,8 +12,7 @@ So some gradients are kept, those of the parameters that the next forward uses l
 3. use     whoever touches a parameter waits, on its stream, for the update that wrote it
 
 How many: as many as the link gets done in the time in which it rested, or in that for which the compute stood still if
-that is less (`pager.policies.update_split`). Both are measured in steps without. What rests is measured between two
-places in the compute stream, so what the host waits for (data, an evaluation) counts as well; the shortest counts.
+that is less (`pager.optim.link_rest`, `pager.policies.update_split`).
 
 Only where all weights stay on the device. Else the link has weights to bring in the forward, and those of these
 updates would push out what it uses first.
@@ -22,12 +21,14 @@ updates would push out what it uses first.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from pager.errors import BudgetError
 from pager.optim.deferred import Deferred, is_viewed, isolated
+from pager.optim.link_rest import LinkRest
 from pager.optim.shadow import may_wait
 from pager.optim.streamed import StreamedUnit
 from pager.optim.units import keep_copies
@@ -37,7 +38,6 @@ from pager.units import format_bytes
 
 if TYPE_CHECKING:
     from pager.address_space import Segment
-    from pager.device.base import Moment
     from pager.mmu.binding import Binding
     from pager.mmu.mmu import Mmu
     from pager.optim.adopted import AdoptedOptimizer
@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pager.optim")
 
-# The first steps compile, page-lock, and give the arena its size; then one settles, and so many are measured.
-_WARM_UP_STEPS = 1
-_MEASURED_STEPS = 2
-# What was chosen serves until the link rests for this part of the time.
+# What was planned serves until the link rests for this part of the time, or for so many times as long.
 _STEADY = 0.8
 
 Owned = tuple["Binding", "AdoptedOptimizer", int]
@@ -66,33 +63,15 @@ class LateUpdates:
         self._stream = stream
         self._reserve = reserve
         self.chosen: frozenset[Binding] = frozenset()
-        # What there is, or will be, room for.
+        # Those for whose gradients there is room, or will be, and what of elements they were planned for.
+        self._planned: dict[Binding, AdoptedOptimizer] = {}
+        self._planned_for = 0.0
         self._reserved_bytes = 0
         self._waiting: dict[Binding, tuple[AdoptedOptimizer, int]] = {}
         self._begun: list[Deferred] = []
-        # Of steps without late updates in an arena of this size.
-        self._measured_for = -1
-        self._num_steps = 0
-        self._stalls: list[float] = []
-        self._stall_seconds = 0.0
-        # From the end of a backward to the first gradient of the next: the last ones, and the shortest.
-        self._rests: deque[tuple[Moment, Moment]] = deque(maxlen=_MEASURED_STEPS)
-        self._rest_seconds: float | None = None
+        self.rest = LinkRest(mmu.engine)
         # Of elements, what was found for a rest of so many seconds.
-        self._wanted = self._chosen_for_seconds = 0.0
-        self._ended: Moment | None = None
-
-    # -- when the link rests -----------------------------------------------------------------------
-
-    def backward_begins(self) -> None:
-        """The first gradient is here."""
-        if self._ended is not None:
-            self._rests.append((self._ended, self._engine.device.current_stream().moment()))
-            self._ended = None
-
-    def backward_ends(self) -> None:
-        """The compute has all of the backward, and of the updates in it, behind it."""
-        self._ended = self._engine.device.current_stream().moment()
+        self._wanted = self._found_for_seconds = 0.0
 
     # -- which -------------------------------------------------------------------------------------
 
@@ -100,62 +79,56 @@ class LateUpdates:
         """Decide about the next step. ``order``: all parameters that were updated in backward, each with optimizer and
         group, in the order of their gradients.
         """
-        self._measure()
+        self.rest.end_step()
         wanted = self._wanted_elements(order)
-        there: set[Binding] = set()
+        if wanted != self._planned_for or not self._is_still_good():
+            self._plan(order, wanted)
+        num_bytes = sum(b.segment.num_pages * b.segment.page_size for b in self._planned)
+        if num_bytes > self._reserved_bytes:
+            logger.debug("%s of gradients are to wait for the next forward", format_bytes(num_bytes))
+        # In the step after this one there is room for them.
+        self.chosen = frozenset(self._planned) if num_bytes <= self._reserved_bytes else frozenset()
+        self._reserved_bytes = num_bytes
+        self._reserve(num_bytes)
+
+    def _is_still_good(self) -> bool:
+        """A step that uses other parameters is no reason to choose anew: what stays would change with each."""
+        return bool(self._planned) and all(self._may_be_late(*owned) for owned in self._planned.items())
+
+    def _plan(self, order: Sequence[Owned], wanted: float) -> None:
+        self._planned, self._planned_for = {}, wanted
         for binding, adopted, _ in order:
             num_elements = binding.segment.num_elements
             if wanted < num_elements / 2:
                 break
-            # All that takes memory is done now; they are late once there is room for them on the device.
             if self._may_be_late(binding, adopted) and self._settle(binding):
-                there.add(binding)
+                self._planned[binding] = adopted
                 wanted -= num_elements
-        num_bytes = sum(binding.segment.num_pages * binding.segment.page_size for binding in there)
-        if num_bytes > self._reserved_bytes:
-            logger.debug("%s of gradients are to wait for the next forward", format_bytes(num_bytes))
-        self.chosen = frozenset(there) if num_bytes <= self._reserved_bytes else frozenset()
-        self._reserved_bytes = num_bytes
-        self._reserve(num_bytes)
-
-    def _measure(self) -> None:
-        capacity = self._engine.arena.capacity_bytes
-        if capacity != self._measured_for:
-            self._measured_for, self._num_steps = capacity, 0
-            self._stalls.clear()
-            self._rests.clear()
-            self._rest_seconds = None
-            self._chosen_for_seconds = 0.0
-        self._num_steps += 1
-        before, self._stall_seconds = self._stall_seconds, self._engine.counters.stall_seconds
-        if self._num_steps <= _WARM_UP_STEPS:
-            self._rests.clear()
-        elif len(self._stalls) < _MEASURED_STEPS:
-            self._stalls.append(self._stall_seconds - before)
-        while self._rests:
-            seconds = self._rests[0][0].seconds_until(self._rests[0][1])
-            if seconds is None:
-                return
-            self._rests.popleft()
-            self._rest_seconds = min(seconds, self._rest_seconds or seconds)
 
     def _wanted_elements(self, order: Sequence[Owned]) -> float:
-        if len(self._stalls) < _MEASURED_STEPS or self._rest_seconds is None:
+        if not self.rest.is_known:
+            self._wanted = self._found_for_seconds = 0.0
             return 0.0
-        if _STEADY * self._chosen_for_seconds <= self._rest_seconds <= self._chosen_for_seconds:
+        seconds = self.rest.seconds
+        if _STEADY * self._found_for_seconds <= seconds <= self._found_for_seconds / _STEADY:
             return self._wanted
-        self._chosen_for_seconds = self._rest_seconds
         streamed = state_bytes = 0
         for binding, adopted, _ in order:
-            states = adopted.paged_states(binding).values()
-            if states and not any(state.keep for state in states):
+            if self._may_be_late(binding, adopted):
                 streamed += binding.segment.num_elements
-                state_bytes += sum(state.segment.num_bytes for state in states)
+                state_bytes += sum(s.segment.num_bytes for s in adopted.paged_states(binding).values())
+        if not streamed:
+            return 0.0
+        try:
+            link = self._engine.device.link_bytes_per_second()
+        except torch.OutOfMemoryError:
+            return 0.0  # where there is no room to measure, gradients have none
+        self._found_for_seconds = seconds
         self._wanted = late_elements(
-            rest_seconds=self._rest_seconds,
-            stall_seconds=sum(self._stalls) / len(self._stalls),
-            link_bytes_per_second=self._engine.device.link_bytes_per_second(),
-            state_bytes=state_bytes / max(streamed, 1),
+            rest_seconds=seconds,
+            stall_seconds=self.rest.stall_seconds,
+            link_bytes_per_second=link,
+            state_bytes=state_bytes / streamed,
             num_elements=sum(binding.segment.num_elements for binding, *_ in order),
         )
         return self._wanted
@@ -163,13 +136,11 @@ class LateUpdates:
     def _may_be_late(self, binding: Binding, adopted: AdoptedOptimizer) -> bool:
         """Whether the parameter stays on the device, and its states stream from host memory."""
         states = adopted.paged_states(binding)
-        if binding.fixed is None or not states or not may_wait(type(adopted.optimizer)):
+        if binding.fixed is None or not states or not adopted.alive or not may_wait(type(adopted.optimizer)):
             return False
         table = self._engine.table
         return adopted.stages(binding) and all(
-            not state.keep
-            and int(table.home[state.segment.first_page]) == Home.HOST
-            and self._engine.has_value(state.segment)
+            not state.keep and int(table.home[state.segment.first_page]) == Home.HOST
             for state in states.values()
         )
 

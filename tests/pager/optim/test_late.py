@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,9 @@ from pager.optim import update as update_module
 from pager.optim.deferred import Deferred
 from pager.optim.late import LateUpdates
 from pager.optim.streamed import StreamedUnit
+from pager.policies.update_split import late_elements
 from pager.residency import Residency
+from pager.statistics import Counters
 from tests import models
 from tests.cases.optimizers import OPTIMIZERS
 from tests.cases.plainly import MAKERS, Pair, checks
@@ -186,6 +189,9 @@ def test_what_waits_of_an_earlier_step_is_done_first() -> None:
             ):
                 train_step(pair.case, model, step)
             trainer.step()
+        if is_last:
+            bindings = pair.model.pager._runtime.mmu.bindings.values()
+            assert all(binding.pending is None for binding in bindings)
     pair.close()
 
 
@@ -363,52 +369,155 @@ def test_an_interrupt_leaves_the_rest_to_the_next_use(monkeypatch: pytest.Monkey
     pair.close()
 
 
+@pytest.mark.parametrize("unit", range(2))
+def test_an_interrupt_between_two_slices_of_a_parameter(monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
+    """The first slice was stepped beside the compute, the others are on the compute stream: both read one gradient."""
+    pair = make_pair()
+    pair.train(4)
+    calls = 0
+    run = StreamedUnit.run
+
+    def interrupted(self: StreamedUnit, update: Any) -> None:
+        nonlocal calls
+        if self.progress.binding in late_of(pair).chosen:
+            calls += 1
+            if calls == unit + 2:
+                signal.raise_signal(signal.SIGINT)
+        run(self, update)
+
+    monkeypatch.setattr(StreamedUnit, "run", interrupted)
+    for model, trainer in ((pair.plain.model, pair.plain), (pair.model, pair.optimizer)):
+        trainer.zero_grad()
+        try:
+            train_step(pair.case, model, 50)
+        except KeyboardInterrupt:
+            assert model is pair.model
+        trainer.step()
+    assert calls > unit + 2
+    pair.check()
+    pair.train(2)
+    pair.close()
+
+
+def test_a_new_optimizer_after_a_load() -> None:
+    pair = make_pair(frozen=[f"{index}.bias" for index in range(0, 17, 2)])
+    pair.train(4)
+    assert late_of(pair).chosen
+    pair.model.load_state_dict(copied(dict(pair.model.state_dict())))
+    del pair.optimizer
+    gc.collect()
+    pair.optimizer = MAKERS["adamw"](list(pair.model.parameters()))
+    pair.plain.optimizer = MAKERS["adamw"](pair.plain.masters)
+    pair.train(5)
+    assert late_of(pair).chosen
+    pair.close()
+
+
 # -- how many --------------------------------------------------------------------------------------
 
 
-class _Rates:
-    """A device whose places in the compute stream are so many seconds apart."""
+class _Rests:
+    """A device whose link rests for so many seconds between two backwards, and brings 1e7 elements a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
-        self.pair = pair
-        self.rest_seconds = 0.01
         monkeypatch.undo()  # what was chosen by hand
         monkeypatch.setattr(Residency, "lent_bytes", lambda self: 2**20)
+        self.seconds = 0.01
+        self.stall_seconds = 1.0
+        self.asked: list[float] = []
         device = pair.model.pager._runtime.device
-        rates = self
+        rests = self
 
         class Moment:
             def seconds_until(self, later: Any) -> float | None:
-                return rates.rest_seconds
+                return rests.seconds
 
         monkeypatch.setattr(type(device.compute), "moment", lambda stream: Moment())
-        # 10 ms bring the states of 100,000 elements: 8 bytes each.
-        monkeypatch.setattr(device, "_link_bytes_per_second", 8e7)
+        monkeypatch.setattr(device, "drain_stall_seconds", lambda: self.stall_seconds)
+        monkeypatch.setattr(device, "_link_bytes_per_second", 8e7)  # two fp32 states
+        monkeypatch.setattr(late, "late_elements", self.elements)
+
+    def elements(self, *, num_elements: int, **known: float) -> float:
+        """What is found, but for the limit in a share of all."""
+        self.asked.append(known["stall_seconds"])
+        return late_elements(num_elements=10**9, **known)
 
 
 def test_as_many_as_the_link_brings_while_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair()
-    rates = _Rates(monkeypatch, pair)
-    monkeypatch.setattr(late, "late_elements", lambda **known: known["rest_seconds"] * 1e7)
+    rests = _Rests(monkeypatch, pair)
+    rests.seconds = 0.0078
     pair.train(6)
-    # Of 25,600 elements each.
-    assert len(late_names(pair)) == 4
-    rates.rest_seconds = 0.009  # about the same
+    assert len(late_names(pair)) == 3  # of 25,600 elements each
+    rests.seconds = 0.007  # about the same
+    pair.train(9)
+    assert len(late_names(pair)) == 3
+    rests.seconds = 0.0027
     pair.train(2)
-    assert len(late_names(pair)) == 4
-    rates.rest_seconds = 0.0052
-    pair.train(2)
-    assert len(late_names(pair)) == 2
-    rates.rest_seconds = 0.1  # it may be that it waits for these updates themselves
-    pair.train(2)
-    assert len(late_names(pair)) == 2
+    assert len(late_names(pair)) == 3  # a short batch now and then
+    pair.train(7)
+    assert len(late_names(pair)) == 1
+    rests.seconds = 0.1  # it may be that it waits for these updates themselves
+    pair.train(9)
+    assert len(late_names(pair)) == 3
     pair.close()
 
 
-def test_none_where_the_compute_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stall_seconds", [0.0, 0.005])
+def test_no_more_than_the_compute_waits_for(monkeypatch: pytest.MonkeyPatch, stall_seconds: float) -> None:
     pair = make_pair()
-    _Rates(monkeypatch, pair)
-    monkeypatch.setattr(late, "late_elements", lambda **known: 1e9 * min(known["stall_seconds"], 0.0))
+    rests = _Rests(monkeypatch, pair)
+    rests.stall_seconds = stall_seconds
+    add = Counters.add
+
+    def without_the_hosts(counters: Counters, **counts: Any) -> None:
+        if counts.get("stall_seconds", 0.0) in (0.0, stall_seconds):
+            add(counters, **counts)
+
+    monkeypatch.setattr(Counters, "add", without_the_hosts)
     pair.train(6)
-    assert not late_names(pair)
+    assert rests.asked == [pytest.approx(stall_seconds)]
+    assert len(late_names(pair)) == round(stall_seconds * 1e7 / 25_600)
+    pair.close()
+
+
+def test_steps_that_use_other_layers_in_turn_choose_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_gated() -> models.Case:
+        mlp = make_mlp()
+        torch.manual_seed(0)
+        return models.Case("gated", Gated(), mlp.make_batch, mlp.loss)
+
+    pair = make_pair(make_case=make_gated)
+    _Rests(monkeypatch, pair)
+    pair.train(7)
+    chosen = late_names(pair)
+    assert chosen
+    choices = 0
+    keep_states = Residency._keep_states
+
+    def counted(self: Residency, *arguments: Any) -> None:
+        nonlocal choices
+        choices += 1
+        keep_states(self, *arguments)
+
+    monkeypatch.setattr(Residency, "_keep_states", counted)
+    for step in range(6):
+        for model in (pair.plain.model, pair.model):
+            model.num_used = 9 if step % 2 else 5
+        pair.train(1)
+        assert late_names(pair) == chosen
+    assert not choices
+    pair.close()
+
+
+def test_the_link_is_measured_only_where_it_can_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(
+        make_mlp, MAKERS["adamw"], budget=0.3, update_at="backward", master=False, dtype=torch.float32
+    )
+    rests = _Rests(monkeypatch, pair)
+    device = pair.model.pager._runtime.device
+    monkeypatch.setattr(device, "_link_bytes_per_second", None)
+    pair.train(6)
+    assert not rests.asked
+    assert device._link_bytes_per_second is None
     pair.close()
