@@ -100,7 +100,7 @@ class Event(ABC):
 
 
 class Moment(ABC):
-    """When a stream came by a place in it, made by ``Stream.moment``; on the clock of the compute."""
+    """When a stream came by a place in it, made by ``Stream.moment``; on the device's own clock."""
 
     @abstractmethod
     def seconds_until(self, later: Moment) -> float | None:
