@@ -74,8 +74,9 @@ class Config:
         are slower than the cores that are idle; docs/benchmarks.md has the trade.
     update_on: where the optimizer runs; "device" is exact. "auto" gives Adam and AdamW in fp32 (or with a fp32
         master) a part of the parameters to the CPU, as large as it gets done beside the link; "cpu" all it can.
-    update_at: "step"; "backward" updates each parameter as soon as its gradient is final, so gradients need no
-        storage; whoever needs all gradients before the step (clipping, GradScaler) cannot have that.
+    update_at: "step"; "backward" updates parameters inside the backward, nearly all as soon as their gradient is
+        final, so gradients need hardly any storage; whoever needs all of them before the step (clipping,
+        GradScaler) cannot have that.
     master: "float32" steps bf16 parameters in fp32, through a fp32 master of which the parameter is the rounded
         value; None steps them in their own dtype, as torch does.
     example_inputs: a tuple of positional or a dict of keyword inputs for capture before the first batch.

@@ -4,7 +4,8 @@ With ``update_at="backward"`` the user has said that nothing needs the whole gra
 needs no home: it is stepped where autograd left it, and freed. States stream through staging in the order in which
 gradients come, some units ahead of the compute, also across the step (the first states of the next backward are on
 their way during its forward). The updates run beside the compute (`pager.optim.update_stream`), which waits where too
-many gradients wait for their states: back-pressure instead of storage.
+many gradients wait for their states: back-pressure instead of storage. Some gradients are kept until the backward ends,
+so that the link has something to do in the next forward (`pager.optim.late`).
 
 A gradient is final when it has come as often as the trace says (reentrant checkpointing delivers that of a tied
 parameter in parts). Micro-batches that are not the last run in ``accumulate()``: their gradients go to their segments
