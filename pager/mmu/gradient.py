@@ -34,6 +34,9 @@ class InBackward(Protocol):
     def take(self, binding: Binding, gradient: torch.Tensor) -> bool:
         """Step the parameter with its final gradient. False if the gradient is to be kept."""
 
+    def forget_before_load(self) -> bool:
+        """If values were loaded, nothing of the step that was under way counts, and all gradients go. Whether so."""
+
 
 class Gradients:
     """The gradients of one managed model's paged parameters."""
@@ -86,6 +89,8 @@ class Gradients:
                 f"{binding.name}: its gradient is {grad.layout}; sparse gradients cannot be paged yet. Use "
                 "sparse=False in the embedding."
             )
+        if self.in_backward is not None and self.in_backward.forget_before_load():
+            binding.set_raw_grad(grad)  # it came after that
         if grad.requires_grad:
             # backward(create_graph=True): the user goes on differentiating it; it is taken at the optimizer
             # step.
@@ -200,6 +205,8 @@ class Gradients:
         slot = binding.gradient
         if slot is not None and value is slot.tensor:
             return
+        if self.in_backward is not None and value is not None:
+            self.in_backward.forget_before_load()
         # An update that was interrupted, or waits, still needs the gradient; dropped, it is kept for it.
         self._mmu.before_access([binding] if value is not None else [])
         self.generation += 1

@@ -112,7 +112,7 @@ class BackwardUpdates:
         """Step a parameter whose gradient autograd just finished. False if the gradient is to be kept instead."""
         self._mmu.engine.transfers.forget_sent()
         with self._lock:
-            self._forget_before_load()
+            self.forget_before_load()
             if torch._C._current_graph_task_id() not in self._open:
                 self._owners = {}  # the user may have moved parameters between groups since
             owner = None if self.accumulating else self._owner_of(binding)
@@ -329,7 +329,7 @@ class BackwardUpdates:
 
     def look_for_tear(self) -> None:
         """Mark the model as torn if a backward stopped half way."""
-        self._forget_before_load()
+        self.forget_before_load()
         if self._open - {torch._C._current_graph_task_id()}:
             with self._lock:
                 self._stream.join()  # whoever looks now sees each update that was begun
@@ -372,13 +372,14 @@ class BackwardUpdates:
             # The first states of the next backward are on their way while its forward runs.
             self._fetch_ahead()
 
-    def _forget_before_load(self) -> None:
-        """If values were loaded, nothing of the step that was under way counts."""
+    def forget_before_load(self) -> bool:
+        """If values were loaded, nothing of the step that was under way counts, and all gradients go. Whether so."""
         if self._torn.num_loads == self._loads_seen:
-            return
+            return False
         self._loads_seen = self._torn.num_loads
         self._open.clear()
         with self._lock:
             self._stream.join()
             self._late.forget()
         self.end_step()
+        return True

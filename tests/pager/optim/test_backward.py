@@ -580,6 +580,28 @@ def test_loading_right_after_the_exception(first: str) -> None:
     pair.close()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+@pytest.mark.parametrize("way", ["create_graph", "assigned"])
+def test_gradients_that_come_after_a_load_count(way: str) -> None:
+    """Also those that no hook takes: ``step()`` sees them first."""
+    pair = make_pair()
+    pair.train(2)
+    pair.model.load_state_dict(copied(dict(pair.model.state_dict())))
+    for model, trainer in ((pair.plain.model, pair.plain), (pair.model, pair.optimizer)):
+        trainer.zero_grad()
+        if way == "create_graph":
+            args = pair.case.make_batch(30)[0]
+            model(*args).square().mean().backward(create_graph=True)
+        else:
+            for index, param in enumerate(model.parameters()):
+                torch.manual_seed(index)
+                param.grad = torch.randn(param.shape)
+        trainer.step()
+        trainer.zero_grad()
+    pair.train(2)
+    pair.close()
+
+
 def test_the_class_raises_inside_backward() -> None:
     class Picky(torch.optim.SGD):
         refuses = False
