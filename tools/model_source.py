@@ -163,7 +163,7 @@ def _from_config(
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False})
-    most = _num_positions(model)
+    most = _num_positions(model, config)
     if seq is not None and most is not None and seq > most:
         raise InputError(
             f"{path}: a sequence has {seq} tokens, and the model {most} positions; pass --seq {most} or less"
@@ -195,18 +195,20 @@ def _auto_class(transformers: Any, content: Mapping[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM if content["model_type"] in mapping else transformers.AutoModel
 
 
-def _num_positions(model: nn.Module) -> int | None:
+def _num_positions(model: nn.Module, config: Any) -> int | None:
     """The most tokens of a sequence, where a model looks positions up in a table; None where it computes them."""
     from torch import nn
 
-    lengths = [
-        # Of a table with a row for padding the positions begin behind that one.
+    tables = [
+        # With a row for padding the positions begin behind that one.
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding)
         and any(part in name.rpartition(".")[2] for part in ("pos", "wpe"))
     ]
-    return min(lengths, default=None)
+    # Some have rows before the first position.
+    configured = getattr(config, "max_position_embeddings", None)
+    return min([*tables, configured] if configured else tables) if tables else None
 
 
 def _inputs_of(

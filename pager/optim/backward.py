@@ -112,7 +112,6 @@ class BackwardUpdates:
         """Step a parameter whose gradient autograd just finished. False if the gradient is to be kept instead."""
         self._mmu.engine.transfers.forget_sent()
         with self._lock:
-            self.forget_before_load()
             if torch._C._current_graph_task_id() not in self._open:
                 self._owners = {}  # the user may have moved parameters between groups since
             owner = None if self.accumulating else self._owner_of(binding)
@@ -318,7 +317,7 @@ class BackwardUpdates:
         with self._lock:
             self._stream.join()
             self._late.rest.begins()
-            self._units |= self._late.begin(self._update_of, self._units)
+            self._late.begin(self._update_of)
             self._open.discard(task)
             self._late.run_beside()
 

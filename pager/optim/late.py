@@ -21,7 +21,7 @@ updates would push out what it uses first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -165,41 +165,24 @@ class LateUpdates:
             self._mmu.gradients.set(binding, None)
         self._waiting.clear()
 
-    def begin(
-        self,
-        update_of: Callable[[AdoptedOptimizer], Update],
-        units_before: Mapping[Binding, list[StreamedUnit]],
-    ) -> dict[Binding, list[StreamedUnit]]:
-        """The backward is over: from here on nobody sees that the updates of those that wait are still to run. Their
-        units.
-
-        ``units_before``: of the last step, which serve again where the cut would be the same.
-        """
-        made: dict[Binding, list[StreamedUnit]] = {}
+    def begin(self, update_of: Callable[[AdoptedOptimizer], Update]) -> None:
+        """The backward is over: from here on nobody sees that the updates of those that wait are still to run."""
         for adopted in dict.fromkeys(adopted for adopted, _ in self._waiting.values()):
             bindings = [binding for binding, owner in self._waiting.items() if owner[0] is adopted]
-            made |= self._begin(adopted, update_of(adopted), bindings, units_before)
+            self._begin(adopted, update_of(adopted), bindings)
             for binding in bindings:
                 del self._waiting[binding]
-        return made
 
-    def _begin(
-        self,
-        adopted: AdoptedOptimizer,
-        update: Update,
-        bindings: list[Binding],
-        units_before: Mapping[Binding, list[StreamedUnit]],
-    ) -> dict[Binding, list[StreamedUnit]]:
+    def _begin(self, adopted: AdoptedOptimizer, update: Update, bindings: list[Binding]) -> None:
         adopted.finish_deferred()
         adopted.take_over_writes(bindings)
-        later: dict[Binding, list[StreamedUnit]] = {}
+        later: dict[Binding, Sequence[PagedUnit | StreamedUnit]] = {}
         again: list[Progress] = []
         # What the next forward uses first comes first.
         for binding in sorted(bindings, key=adopted.next_use):
-            _, group_index = self._waiting[binding]
-            units = self._units(update, binding, group_index, units_before.get(binding, []), again)
+            units = self._units(update, binding, again)
             if self._may_run_later(adopted, binding, units):
-                later[binding] = [unit for unit in units if isinstance(unit, StreamedUnit)]
+                later[binding] = units
                 self._engine.hand_over(_gradient_of(binding))
                 continue
             with isolated(update):
@@ -208,13 +191,13 @@ class LateUpdates:
             self._engine.discard(_gradient_of(binding))
         keep_copies(again)
         if later:
-            deferred = Deferred(update, [unit for units in later.values() for unit in units])
+            streamed = (unit for units in later.values() for unit in units if isinstance(unit, StreamedUnit))
+            deferred = Deferred(update, list(streamed))
             deferred.begin()
             adopted.deferred = deferred
             for binding in later:
                 deferred.release(binding)  # as all gradients that backward has used up
             self._begun.append(deferred)
-        return later
 
     def run_beside(self) -> None:
         """Enqueue what has begun. What an interrupt leaves is done at its parameters' next use."""
@@ -223,21 +206,10 @@ class LateUpdates:
             deferred.run_beside(self._stream)
 
     def _units(
-        self,
-        update: Update,
-        binding: Binding,
-        group_index: int,
-        before: list[StreamedUnit],
-        again: list[Progress],
+        self, update: Update, binding: Binding, again: list[Progress]
     ) -> Sequence[PagedUnit | StreamedUnit]:
         self._mmu.before_access([binding])
-        units: Sequence[PagedUnit | StreamedUnit] = before
-        if update.take_again(group_index, binding, before) and update.adopt_units(
-            group_index, binding, before
-        ):
-            again.append(before[0].progress)
-        else:
-            units = update.units_of(group_index, binding)
+        units = update.units_again(self._waiting[binding][1], binding, again)
         for unit in units:
             unit.is_noted = True  # the trace has updates after the backward, not in it
             if isinstance(unit, StreamedUnit):

@@ -145,11 +145,7 @@ class Update:
             if on_cpu is not None and binding in on_cpu.assigned:
                 units.append(on_cpu.unit(group_index, binding))  # first: they have the longest way to go
                 continue
-            new: Sequence[PagedUnit | StreamedUnit] = self._cut_again(group_index, binding)
-            again += [unit.progress for unit in new[:1]]
-            if not new:
-                new = self.units_of(group_index, binding)
-                adopted.cut_units[binding] = [unit for unit in new if isinstance(unit, StreamedUnit)]
+            new = self.units_again(group_index, binding, again)
             on_device.extend(new)
             # The link is at rest, and has something to do while the host goes on with this.
             is_ahead = is_ahead and self._fetch(new)
@@ -183,6 +179,20 @@ class Update:
             return [StreamedUnit(progress, piece) for piece in pieces]
         self._leave_to_slots(binding, streams=False)
         return [PagedUnit(progress, piece) for piece in pieces]
+
+    def units_again(
+        self, group_index: int, binding: Binding, again: list[Progress]
+    ) -> Sequence[PagedUnit | StreamedUnit]:
+        """The same: those of the last step where they serve again. Then what they share is put into ``again``, whose
+        scalars are to be copied (`keep_copies`).
+        """
+        old = self._cut_again(group_index, binding)
+        again += [unit.progress for unit in old[:1]]
+        if old:
+            return old
+        new = self.units_of(group_index, binding)
+        self.adopted.cut_units[binding] = [unit for unit in new if isinstance(unit, StreamedUnit)]
+        return new
 
     def _leave_to_slots(self, binding: Binding, *, streams: bool) -> None:
         """What of an update is nothing for pagerd: where it streams, the states, and a gradient that went home."""

@@ -140,6 +140,29 @@ def test_what_is_used_first_is_due_first() -> None:
     assert due == {parameter: 18 + parameter for parameter in range(NUM)}
 
 
+def test_late_updates_run_beside_the_next_forward_in_its_order() -> None:
+    late = np.arange(NUM) >= 4  # used last in the forward
+    schedule = walked(steps=2, late=late)
+    tasks = schedule.tasks
+    first, second = schedule.steps
+    beside = [task for task in numbers(schedule, Engine.BESIDE, "update") if task < second.first_task]
+    assert [tasks.subject[task] for task in beside] == [4, 4, 5, 5]  # in two slices each
+    assert first.ticks[-1] < beside[0]
+    # Whoever uses w4 next waits for its update; w3 does not.
+    assert beside[1] in tasks.waits(second.ticks[4])
+    assert not set(beside) & set(tasks.waits(second.ticks[3]))
+    # Of the others, updates are in backward, and their states come while it runs.
+    others = [task for task in numbers(schedule, Engine.COMPUTE, "update") if task < second.first_task]
+    assert sorted({tasks.subject[task] for task in others}) == [0, 1, 2, 3]
+
+
+def test_where_updates_are_late_the_link_does_not_rest() -> None:
+    late = np.arange(NUM) == NUM - 1
+    schedule = walked(on_cpu=~late, late=late, knobs={"cpu_threads": 1})
+    assert list(schedule.tasks.limits.values()) == [1, 1]
+    assert schedule.steps[0].link_rests < 0
+
+
 def test_all_threads_are_at_it_while_the_link_rests() -> None:
     schedule = walked(on_cpu=True, steps=2, knobs={"cpu_threads": 1, "cpu_slices": (2,) * NUM})
     assert list(schedule.tasks.limits.values()) == [1, 1, 4, 1, 4]

@@ -123,6 +123,9 @@ def test_slots_leave_room_beside_what_is_wired(wired: int, least: int, slots: tu
 def test_room_for_staying_leaves_what_streaming_needs() -> None:
     assert room_for_staying(1600, 100, 10) == 1600 - 100 - 100
     assert room_for_staying(1600, 100, 50) == 1600 - 150 - 100
+    # Inside backward no gradients are on their way; without slots, states pass through the arena.
+    assert room_for_staying(1600, 100, 10, in_backward=True) == 1600 - 20 - 100
+    assert room_for_staying(1600, 0, 10, in_backward=True) == 1600 - 100
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from pager.policies.update_split import (
     CPU_SPAN,
     FIRST_SHARE,
     LEAD,
+    MAX_LATE,
     MAX_SHARE,
     Diffusion,
     balanced_share,
     cpu_part,
+    late_elements,
     less_share,
     num_slices,
     num_threads_beside_link,
@@ -189,3 +191,17 @@ def test_a_parameter_is_cut_by_its_part_of_the_whole(
     num_elements: int, num_step_elements: int, num_threads: int, expected: int
 ) -> None:
     assert num_slices(num_elements, num_step_elements, num_threads) == expected
+
+
+@pytest.mark.parametrize(
+    ("rest", "stall", "elements"),
+    [(0.01, 1.0, 5e7), (1.0, 0.01, 5e7), (0.01, 0.0, 0.0), (0.0, 1.0, 0.0), (10.0, 10.0, MAX_LATE * 1e9)],
+)
+def test_late_are_as_many_as_the_link_brings_in_the_shorter_time(
+    rest: float, stall: float, elements: float
+) -> None:
+    """10 ms at 50 GB/s bring ten bytes of 50 million elements."""
+    found = late_elements(
+        rest_seconds=rest, stall_seconds=stall, link_bytes_per_second=LINK, state_bytes=10, num_elements=10**9
+    )
+    assert found == pytest.approx(elements)

@@ -67,6 +67,13 @@ ROBERTA = {
     "max_position_embeddings": 514,
     "pad_token_id": 1,
 }
+# Its table has two rows before the first position.
+OPT = {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "max_position_embeddings": 512,
+    "ffn_dim": 512,
+}
 
 
 def test_a_preset_has_its_inputs() -> None:
@@ -95,6 +102,7 @@ def test_a_hugging_face_config_is_built_and_captured(kind: str, tmp_path: Path) 
     [
         ("bert", {}, 512),
         ("bert", ROBERTA, 512),
+        ("bert", OPT, 512),
         ("gpt2", {}, 1024),
         ("gpt2", {"n_positions": 4096}, 2048),
         ("t5", {}, 2048),
